@@ -10,9 +10,8 @@ import asyncio
 import csv
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def read_data(file: Path) -> list[Prompt]:
 async def train(given: argparse.Namespace, settings: dict[str, object], prompts: Sequence[Prompt], say: Say) -> None:
     """Trains until the budget of time or steps is spent.  Raises `CommandError`."""
     given.output.mkdir(parents=True, exist_ok=True, mode=0o700)
-    feed = PromptCycle(prompts, say)
+    feed = RandomPrompts(prompts, say)
     async with AsyncFleet(**settings) as fleet:  # type: ignore[arg-type]
         curve = Curve(given.output / CURVE, say)
         began, now = time.monotonic(), await _learning(fleet)
@@ -110,17 +109,16 @@ def newest_head(output: Path) -> Path | None:
     return max(versions, key=lambda path: int(path.name), default=None)
 
 
-class PromptCycle:
-    """All prompts in random order, again and again.  Prompts that the fleet refuses are skipped from then on."""
+class RandomPrompts:
+    """Prompts at random.  Those that the fleet refuses are skipped from then on."""
 
     def __init__(self, prompts: Sequence[Prompt], say: Say) -> None:
         self._left = dict(enumerate(prompts, 1))
-        self._numbers = self._drawn()
         self._say, self.skipped = say, 0
 
     async def answer(self, fleet: AsyncFleet, fields: dict[str, Any]) -> None:
-        """Has the next prompts answered.  Raises `CommandError` if none is left, and `OutriderError` for other failures."""
-        numbers = list(islice(self._numbers, AT_A_TIME))
+        """Has some prompts answered.  Raises `CommandError` if none is left, and `OutriderError` for other failures."""
+        numbers = random.choices(list(self._left), k=AT_A_TIME)
         ids = [await fleet.submit(self._left[number], fields) for number in numbers]
         errors = await asyncio.gather(*map(fleet.wait, ids), return_exceptions=True)
         for number, error in zip(numbers, errors, strict=True):
@@ -133,10 +131,6 @@ class PromptCycle:
         if not self._left:
             raise CommandError("every prompt was refused")
 
-    def _drawn(self) -> Iterator[int]:
-        while self._left:
-            yield from (number for number in random.sample(list(self._left), len(self._left)) if number in self._left)
-
 
 class Curve:
     """Reports progress on the terminal and in a file, which a further run continues."""
@@ -144,10 +138,7 @@ class Curve:
     def __init__(self, file: Path, say: Say) -> None:
         self._file, self._say, self._reported_at = file, say, 0.0
         rows = list(csv.DictReader(file.open(newline="", encoding="utf-8"))) if file.exists() else []
-        self._seconds_before = float(rows[-1]["seconds"]) if rows else 0.0
-        self.seconds = self._seconds_before
-        if not file.exists() or not file.stat().st_size:
-            self._write(COLUMNS)
+        self.seconds = self._seconds_before = float(rows[-1]["seconds"]) if rows else 0.0
 
     def is_over(self, now: dict[str, Any], given: argparse.Namespace) -> bool:
         """Whether the budget is spent, earlier runs included."""
@@ -161,17 +152,17 @@ class Curve:
         self._reported_at = time.monotonic()
         row = {name: round(value, 4) if isinstance(value, float) else value for name, value in now.items()}
         row["seconds"] = round(self.seconds, 1)
-        self._write([row[name] for name in COLUMNS])
+        with self._file.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+            if not file.tell():
+                writer.writeheader()
+            writer.writerow(row)
         lengths = " and ".join(
             f"{row[f'{name}_length']:.2f} ({name})" for name in ("candidate", "present") if row[f"{name}_length"] is not None
         )
         loss = "" if row["loss"] is None else f", loss {row['loss']:.3f}"
         held_out = f", held-out acceptance length {lengths}" if lengths else ""
         self._say(f"{self.seconds / 60:.1f} min: step {row['steps']}, version {row['version']}{loss}{held_out}")
-
-    def _write(self, row: Sequence[object]) -> None:
-        with self._file.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerow(row)
 
 
 def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:

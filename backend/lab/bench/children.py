@@ -34,28 +34,26 @@ class ChildError(Exception):
 
 
 class Child:
-    """One child process.  The constructor starts it and does not wait; call `wait_ready` before use."""
+    """One child process.  The constructor starts it and waits until it serves.  Raises `ChildError`."""
 
     def __init__(
         self, name: str, build: Callable[[], Served], cores: Sequence[int], log: Path, variables: Mapping[str, str]
     ) -> None:
         """`build` makes in the child what it serves."""
         self._name, self._log = name, log
-        self._ready = False
         self._pipe, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=_main, args=(build, cores, theirs, log))
         # The child must have them before it imports anything.  They mean nothing to this process, which computes nothing.
         environment.export({"OMP_NUM_THREADS": str(len(cores)), **variables})
         self.process.start()
         theirs.close()
-
-    def wait_ready(self) -> str:
-        """Waits until the process serves; returns its address.  Raises `ChildError`."""
-        if not self._pipe.poll(START_TIMEOUT_S):
+        try:
+            if not self._pipe.poll(START_TIMEOUT_S):
+                self.process.kill()
+            self.address = str(self._answer())
+        except BaseException:
             self.process.kill()
-        address = str(self._answer())
-        self._ready = True
-        return address
+            raise
 
     def ask(self, message: Any = None) -> Any:
         """Sends a message and returns the answer to it.  Raises `ChildError`."""
@@ -76,14 +74,9 @@ class Child:
         if not self.process.is_alive():
             raise self._died()
 
-    def hang_up(self) -> None:
-        """Closes the pipe, which ends the child; kills a child that is still loading."""
-        self._pipe.close()
-        if not self._ready:
-            self.process.kill()
-
     def close(self) -> None:
-        """Waits for the end of a child after `hang_up`, and kills it after `STOP_TIMEOUT_S`."""
+        """Closes the pipe, which ends the child; kills it after `STOP_TIMEOUT_S`."""
+        self._pipe.close()
         try:
             self.process.join(STOP_TIMEOUT_S)
         finally:

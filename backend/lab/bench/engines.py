@@ -6,6 +6,7 @@ measured; an idle verifier wakes four times a second to publish its counters.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -24,7 +25,6 @@ from backend.lab.bench.plan import Configuration, CoreSplit
 from backend.launch.fleet import prepare_process
 from backend.models.resolve import ResolvedModels
 
-LOADING_AT_ONCE = 2
 GPU_MEMORY_USABLE = 0.85
 DRAFTER_ID = "drafter-0"
 PACED_WORKER = "backend.lab.bench.paced_worker.PacedCpuWorker"
@@ -40,45 +40,36 @@ class Processes:
     """For sockets and logs; its path must be short, because a socket's path has at most 107 bytes."""
     gpus: int = 0
     pace: Pace | None = None
-    _children: list[Child] = field(default_factory=list)
-    _clients: list[EngineClient] = field(default_factory=list)
+    _ending: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
         prepare_process()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for client in self._clients:
-            client.close()
-        for child in self._children:
-            child.hang_up()
-        for child in self._children:
-            child.close()
+        self._ending.close()
 
-    def verifier(self, name: str, settings: Mapping[str, Any]) -> Child:
-        """Starts a verifier, and does not wait.  `settings` override the defaults here."""
+    def verifier(self, name: str, settings: Mapping[str, Any]) -> tuple[Child, EngineClient]:
+        """Starts a verifier, and a client of it.  `settings` override the defaults here."""
         cores = self.split.verifier
         whole = {**settings, "verifier": {"cores": len(cores), **settings["verifier"]}}
-        return self._start_child(name, partial(build_verifier, name, whole, self.models, self.pace), cores, 0)
-
-    def connect(self, verifier: Child) -> EngineClient:
-        """Waits until a verifier serves; returns a client of it."""
-        client = EngineClient(verifier.wait_ready(), "bench", verifier.check)
-        self._clients.append(client)
-        return client
+        child = self._start_child(name, partial(build_verifier, name, whole, self.models, self.pace), cores, 0)
+        client = EngineClient(child.address, "bench", child.check)
+        self._ending.callback(client.close)
+        return child, client
 
     def drafter(self, name: str, head_dir: str | None) -> tuple[Child, DrafterRef]:
-        """Starts a drafter, and waits until it serves."""
+        """Starts a drafter."""
         cores = self.split.drafter
         build = partial(build_drafter, name, len(cores), self.models, head_dir, self.pace)
         child = self._start_child(name, build, cores, self.gpus - 1)
-        return child, DrafterRef(name, "bench", child.wait_ready(), "", 1)
+        return child, DrafterRef(name, "bench", child.address, "", 1)
 
     def _start_child(self, name: str, build: Callable[[str], Served], cores: Sequence[int], gpu: int) -> Child:
-        address = f"ipc://{self.directory}/{len(self._children)}-{os.urandom(2).hex()}"
+        address = f"ipc://{self.directory}/{os.urandom(4).hex()}"
         variables = {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.gpus else {}
         child = Child(name, partial(build, address), cores, self.directory / f"{name}.log", variables)
-        self._children.append(child)
+        self._ending.callback(child.close)
         return child
 
 
@@ -88,7 +79,7 @@ class TargetFleet:
     def __init__(
         self, processes: Processes, configurations: Sequence[Configuration], longest: int, most: int, say: Say
     ) -> None:
-        """Starts them and waits until they serve.
+        """Starts them, one after the other.
 
         `longest`: largest number of tokens of a request, prompt included; `most`: largest number of requests in flight.
         """
@@ -103,18 +94,13 @@ class TargetFleet:
         if processes.gpus:
             # All verifiers are up at once and share a GPU's memory evenly.
             shared["gpu_memory_utilization"] = GPU_MEMORY_USABLE / (len(configurations) + 1)
-        for at in range(0, len(configurations), LOADING_AT_ONCE):
-            batch = configurations[at : at + LOADING_AT_ONCE]
-            say(f"loading {', '.join(c.label for c in batch)}")
-            loading = []
-            for each in batch:
-                own = {"max_num_seqs": max(64, most), "engine_args": shared | engine_args(each, processes.pace)}
-                settings = {"mode": each.served, "num_speculative_tokens": each.k or 4, "verifier": own}
-                loading.append(processes.verifier(each.label, settings))
-            for configuration, child in zip(batch, loading, strict=True):
-                self._verifiers[configuration] = child, processes.connect(child)
-                if configuration.is_remote:
-                    child.ask(refs)
+        for each in configurations:
+            say(f"loading {each.label}")
+            own = {"max_num_seqs": max(64, most), "engine_args": shared | engine_args(each, processes.pace)}
+            settings = {"mode": each.served, "num_speculative_tokens": each.k or 4, "verifier": own}
+            self._verifiers[each] = child, _ = processes.verifier(each.label, settings)
+            if each.is_remote:
+                child.ask(refs)
 
     def warm_up(
         self,

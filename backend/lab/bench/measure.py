@@ -10,10 +10,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import accumulate, islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench.options import BenchOptions
@@ -39,79 +40,84 @@ class Snapshot:
     """The drafter's passes in a paced run; `steps` are the verifier's."""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a measurement.  None: the figure does not exist for this configuration."""
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement.  `benchmarks/README.md` has the meaning of the figures.
 
+    None: the figure does not exist for this configuration.
+    """
+
+    round: int
     tokens_per_s: float
-    """As in `MeasuredLoad`."""
     tgs: float
-    """Decode TGS: (n_out - 1) / (t_last - t_first), the median over requests."""
     ttft_ms: float
     acceptance_length: float | None
-    """1 + accepted draft tokens per drafted verification."""
     drafted_share: float
-    """Drafted verifications / all verifications; below 1 when drafts were late or a circuit breaker was open."""
     idle_awaiting_draft: float
     t_draft_ms: float | None
-    """Drafter compute per round; None for modes without a drafter process."""
     t_verify_ms: float
-    """Target forward pass and sampling per step, prefill steps included; in mode `native` also drafting."""
     hit_rate: float | None
-    """Share of verifications whose outcome had been drafted ahead; None if nothing was drafted ahead."""
     busy_core_s: float
-    """Core-seconds: busy time of the verifier and of the drafter, each times its number of cores."""
     tokens_per_busy_core_s: float
     bytes_per_round: float | None
     step_tokens: float
-    """Tokens of a step without prefill: one per request and the draft tokens."""
     step_ms: float
-    """Time of a step without prefill, bookkeeping and sending included."""
     accounted: float
-    """Busy and idle time / wall time between the two readings; 1 if no time is lost or counted twice."""
-
-
-class Measurement(Figures, frozen=True, kw_only=True):
-    """One measurement."""
-
-    round: int
     idle: dict[str, float]
-    """Shares of the wall time, by cause.  `no_work` is left out, because it lies before and after the load."""
+    """Without `no_work`, because that lies before and after the load."""
     paced: dict[str, float] = {}
-    """Figures of a paced run.  Per target step: `cycle_ms` is all time but `no_work`.  It is the sum of `paced_ms` (time of the
-    stated device, vLLM's own drafting included), `overrun_ms` (this machine took longer), `awaiting_ms` (waiting for drafts)
-    and `overhead_ms` (the rest: our work and vLLM's).  `overrun_share` is the share of steps with an overrun.  Per draft pass:
-    `pass_overrun_ms` and `pass_overrun_share`.
-    """
+    """Empty for a run that was not paced."""
     accepted_shares: list[float] = []
-    """Share of drafts that were accepted up to each place, cut ones included."""
 
 
-class Row(Figures, frozen=True, kw_only=True):
-    """One configuration at one point: medians over the rounds, and in `spread` `[minimum, maximum]` by name."""
+FIGURES = Measurement.__struct_fields__[1:-3]
+"""The names of those that are numbers."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration at one point: a measurement for each round, in order."""
 
     target: str
-    mode: str
-    k: int
-    concurrency: int
-    temperature: float
-    domain: str
-    cores: int
-    rounds: int
-    idle: dict[str, float]
-    paced: dict[str, float]
-    accepted_shares: list[float]
-    """Means over the rounds."""
-    spread: dict[str, list[float] | None]
-    per_round: dict[str, list[float]]
-    """`tokens_per_s` and `tokens_per_busy_core_s` of each round, for ratios within a round."""
-
-    @property
-    def point(self) -> Point:
-        return Point(self.domain, self.concurrency, self.temperature)
+    configuration: Configuration
+    point: Point
+    samples: Sequence[Measurement]
 
     @property
     def label(self) -> str:
-        return Configuration(self.mode, self.k).label
+        return self.configuration.label
+
+    def values(self, name: str) -> list[float]:
+        """A figure, or a paced one, of each round that has it."""
+        found = (sample.paced.get(name, getattr(sample, name, None)) for sample in self.samples)
+        return [value for value in found if value is not None]
+
+    def median(self, name: str) -> float | None:
+        values = self.values(name)
+        return statistics.median(values) if values else None
+
+    @property
+    def accepted_shares(self) -> list[float]:
+        """Means over the rounds."""
+        by_place = zip_longest(*(sample.accepted_shares for sample in self.samples), fillvalue=0.0)
+        return [statistics.fmean(each) for each in by_place]
+
+    def document(self, cores: int) -> dict[str, Any]:
+        """What `bench.json` has of it; `cores` are the verifier's."""
+        by_name = {name: self.values(name) for name in FIGURES}
+        causes = sorted({cause for sample in self.samples for cause in sample.idle})
+        return {
+            "target": self.target,
+            **asdict(self.configuration),
+            **asdict(self.point),
+            "cores": cores,
+            "rounds": len(self.samples),
+            **{name: self.median(name) for name in FIGURES},
+            "idle": {cause: statistics.median(sample.idle.get(cause, 0.0) for sample in self.samples) for cause in causes},
+            "paced": {name: self.median(name) for name in self.samples[0].paced},
+            "accepted_shares": self.accepted_shares,
+            "spread": {name: [min(values), max(values)] if values else None for name, values in by_name.items()},
+            "per_round": {name: by_name[name] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
+        }
 
 
 def sample(
@@ -187,29 +193,6 @@ def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
     return total
 
 
-def row(target: str, configuration: Configuration, point: Point, cores: int, samples: Sequence[Measurement]) -> Row:
-    names = Figures.__struct_fields__
-    by_name = {name: [value for s in samples if (value := getattr(s, name)) is not None] for name in names}
-    medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in by_name.items()}
-    causes = sorted({cause for s in samples for cause in s.idle})
-    ordered = sorted(samples, key=lambda s: s.round)
-    return Row(
-        target=target,
-        cores=cores,
-        rounds=len(samples),
-        idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},
-        paced={name: statistics.median(s.paced[name] for s in samples) for name in samples[0].paced},
-        accepted_shares=[
-            sum(each) / len(samples) for each in zip_longest(*(s.accepted_shares for s in samples), fillvalue=0.0)
-        ],
-        spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
-        per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
-        **asdict(configuration),
-        **asdict(point),
-        **medians,
-    )
-
-
 GreedyAnswers = dict[tuple[str, Point, int], dict[Configuration, list[list[int]]]]
 """Greedy answers by target, point and round, and configuration: token ids, in the order of the prompts."""
 
@@ -227,8 +210,7 @@ class Results:
     complete: bool = False
 
     def rows(self) -> list[Row]:
-        cores = len(self.split.verifier)
-        return [row(*about, cores, samples) for about, samples in self.samples.items()]
+        return [Row(*about, samples) for about, samples in self.samples.items()]
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -261,25 +243,21 @@ def differences(answers: GreedyAnswers) -> list[Difference]:
     for (target, point, number), each in answers.items():
         reference = next((c for c in each if c.mode == PLAIN), next(iter(each)))
         for configuration, texts in each.items():
-            if (where := first_difference(each[reference], texts)) is not None:
-                found.append(Difference(target, configuration.label, point.name, number, *where, reference.label))
+            differing = (
+                Difference(target, configuration.label, point.name, number, request, position, a, b, reference.label)
+                for request, (one, other) in enumerate(zip(each[reference], texts, strict=True))
+                for position, (a, b) in enumerate(zip(one, other, strict=True))
+                if a != b
+            )
+            found += list(islice(differing, 1))
     return found
-
-
-def first_difference(expected: Iterable[list[int]], got: Iterable[list[int]]) -> tuple[int, int, int, int] | None:
-    """(request, position, expected token, other token) of the first difference; None when there is none."""
-    for request, (one, other) in enumerate(zip(expected, got, strict=True)):
-        for position, (a, b) in enumerate(zip(one, other, strict=True)):
-            if a != b:
-                return request, position, a, b
-    return None
 
 
 def ratios(row: Row, base: Row | None, name: str = "tokens_per_s") -> list[float]:
     """A row's figure divided by `base`'s, in each round that both have; empty without a base."""
     if base is None:
         return []
-    return [a / b for a, b in zip(row.per_round[name], base.per_round[name], strict=False) if b]
+    return [a / b for a, b in zip(row.values(name), base.values(name), strict=False) if b]
 
 
 # How fast drafting could be.
@@ -306,8 +284,7 @@ def step_times(steps: Iterable[tuple[float, float]]) -> StepSeconds | None:
     known = [(x, y) for x, y in steps if x > 0 and y > 0]
     if len({round(x) for x, _ in known}) < 2:
         return None
-    total = sum(1 / y**2 for _, y in known)
-    x0, y0 = (sum(point[i] / point[1] ** 2 for point in known) / total for i in (0, 1))
-    slope = sum((x - x0) * (y - y0) / y**2 for x, y in known) / sum((x - x0) ** 2 / y**2 for x, y in known)
-    slope = max(0.0, min(slope, y0 / x0))
+    x, y = np.array(known).T
+    x0, y0 = np.average((x, y), axis=1, weights=y**-2).tolist()
+    slope = min(max(float(np.polyfit(x, y, 1, w=1 / y)[0]), 0.0), y0 / x0)
     return lambda tokens: y0 + slope * (tokens - x0)

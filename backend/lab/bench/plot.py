@@ -20,10 +20,10 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     except ImportError:
         say("no bench.png: matplotlib is not installed (make setup-dev installs it)")
         return False
-    swept = rows[0].domain
-    own = [row for row in rows if row.domain == swept]
+    swept = rows[0].point.domain
+    own = [row for row in rows if row.point.domain == swept]
     targets = list(dict.fromkeys(row.target for row in own))
-    temperatures = sorted({row.temperature for row in own})
+    temperatures = sorted({row.point.temperature for row in own})
     labels = list(dict.fromkeys(row.label for row in own))
     # The reference is plain decoding, or the first row's way of decoding if plain decoding was not measured.
     reference = "off" if "off" in labels else labels[0]
@@ -33,14 +33,14 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     panels = figure.subplots(len(temperatures), len(targets), squeeze=False, sharey="row")
     for line, temperature in enumerate(temperatures):
         for column, target in enumerate(targets):
-            shown = [row for row in own if row.target == target and row.temperature == temperature]
+            shown = [row for row in own if row.target == target and row.point.temperature == temperature]
             _panel(panels[line][column], shown, reference, colours)
             panels[line][column].set_title(f"{target}, {'greedy' if not temperature else f'temperature {temperature:g}'}")
         panels[line][0].set_ylabel(f"throughput / {reference}")
     for panel in panels[-1]:
         panel.set_xlabel("requests in flight")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(targets), frameon=False)
-    title = f"{swept}: medians (least and greatest) of {max(row.rounds for row in own)} rounds"
+    title = f"{swept}: medians (least and greatest) of {max(len(row.samples) for row in own)} rounds"
     # Its details are in bench.md: they are longer than a narrow picture.
     figure.suptitle(title + (f"\npaced as {paced.split(';')[0]}".replace(": ", ":\n", 1) if paced else ""), fontsize="medium")
     figure.savefig(file, dpi=150)
@@ -49,19 +49,18 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
 
 def _panel(axes: Any, rows: Sequence[Row], reference: str, colours: Mapping[str, str]) -> None:
     """Draws bars in groups by concurrency; a way of decoding has the same place and colour in every group."""
-    levels = sorted({row.concurrency for row in rows})
+    levels = sorted({row.point.concurrency for row in rows})
     width = GROUP_WIDTH / len(colours)
+    by_place = {(row.label, row.point.concurrency): row for row in rows}
     for place, (label, colour) in enumerate(colours.items()):
-        xs, values = [], []
-        for group, concurrency in enumerate(levels):
-            if value := _relative([row for row in rows if row.concurrency == concurrency], label, reference):
-                xs.append(group + (place - (len(colours) - 1) / 2) * width)
-                values.append(value)
+        measured = [(group, level) for group, level in enumerate(levels) if (label, level) in by_place]
+        bars = {group: ratios(by_place[label, level], by_place.get((reference, level))) for group, level in measured}
+        bars = {group: values for group, values in bars.items() if values}
         axes.bar(
-            xs,
-            [median(value) for value in values],
+            [group + (place - (len(colours) - 1) / 2) * width for group in bars],
+            [median(v) for v in bars.values()],
             width * 0.92,
-            yerr=[[median(v) - min(v) for v in values], [max(v) - median(v) for v in values]],
+            yerr=[[median(v) - min(v) for v in bars.values()], [max(v) - median(v) for v in bars.values()]],
             label=label,
             color=colour,
             error_kw={"elinewidth": 0.8, "capsize": 1.5, "ecolor": "#333333"},
@@ -70,9 +69,3 @@ def _panel(axes: Any, rows: Sequence[Row], reference: str, colours: Mapping[str,
     axes.set_xticks(range(len(levels)), [str(level) for level in levels])
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="x", length=0)
-
-
-def _relative(rows: Sequence[Row], label: str, reference: str) -> list[float]:
-    """Throughput of a way of decoding relative to the reference, in each round."""
-    found, base = (next((row for row in rows if row.label == wanted), None) for wanted in (label, reference))
-    return ratios(found, base) if found is not None else []

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -47,17 +48,11 @@ def document(results: Results) -> dict[str, Any]:
         "settings": asdict(options) | {"cores_verifier": split.verifier, "cores_drafter": split.drafter},
         "complete": results.complete,
         "targets": results.targets,
-        "rows": msgspec.to_builtins(results.rows()),
+        "rows": [row.document(len(split.verifier)) for row in results.rows()],
         "greedy_identical": not unlike if count else None,
         "greedy_compared": count,
         "greedy_differences": msgspec.to_builtins(unlike),
     }
-
-
-def find(rows: Iterable[Row], target: str, point: Point, mode: str, k: int | None = None) -> Row | None:
-    """The row of a mode, with this K if there is one."""
-    found = [r for r in rows if (r.target, r.mode, r.point) == (target, mode, point)]
-    return next((r for r in found if r.k == k), found[0] if found else None)
 
 
 def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Sequence[Difference]) -> str:
@@ -78,27 +73,20 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         f"- {_greedy_line(content)}",
         "",
     ]
+    paced = f"Paced on this machine's CPU, with the arithmetic of a smaller model: {content['paced']}."
+    note = [paced, ""] if content["paced"] else []
     for target in dict.fromkeys(row.target for row in rows):
         own = [row for row in rows if row.target == target]
         lines += [f"## Target {target}", "", _describe(content["targets"][target]), ""]
         points = list(dict.fromkeys(row.point for row in own))
         by_point = sorted(own, key=lambda row: points.index(row.point))
-        for section in (
-            _throughput(by_point, _limits(own, settings["pace"])),
-            _section("What a step is made of", CYCLES, [row for row in own if row.paced]),
-            _section("Per request, and where the time goes", LATENCY, by_point),
-        ):
-            lines += _noted(section, content["paced"])
+        throughput = _throughput(by_point, _limits(own, settings["pace"]))
+        lines += _section("Throughput: equal verifier, per busy core", throughput, by_point, note)
+        lines += _section("What a step is made of", CYCLES, [row for row in own if row.values("cycle_ms")], note)
+        lines += _section("Per request, and where the time goes", LATENCY, by_point, note)
     if differences:
         lines += _differences(differences)
     return "\n".join(lines) + "\n"
-
-
-def _noted(section: Sequence[str], paced: str | None) -> list[str]:
-    """The section; for a paced run, with a line below its title that names the pace."""
-    if not section or not paced:
-        return list(section)
-    return [section[0], "", f"Paced on this machine's CPU, with the arithmetic of a smaller model: {paced}.", *section[1:]]
 
 
 def _greedy_line(content: Mapping[str, Any]) -> str:
@@ -111,26 +99,30 @@ def _greedy_line(content: Mapping[str, Any]) -> str:
 
 def _spread(name: str, digits: int) -> Callable[[Row], str]:
     """The cell of a figure: its median, with least and greatest where they differ."""
+    return lambda row: spread(row.values(name), digits)
 
-    def cell(row: Row) -> str:
-        limits = row.spread[name]
-        return NOTHING if limits is None else spread([getattr(row, name), *limits], digits)
 
-    return cell
+def _median(name: str, digits: int) -> Callable[[Row], str]:
+    return lambda row: number(row.median(name), digits)
+
+
+def _percent(name: str, digits: int = 0) -> Callable[[Row], str]:
+    """The cell of a share: its median."""
+    return lambda row: NOTHING if (share := row.median(name)) is None else f"{share:.{digits}%}"
 
 
 _WHAT: Columns = {"point": lambda row: row.point.name, "mode": lambda row: row.label}
 CYCLES: Columns = {
     **_WHAT,
-    "cycle ms": lambda row: number(row.paced["cycle_ms"], 2),
-    "= paced": lambda row: number(row.paced["paced_ms"], 2),
-    "+ overrun": lambda row: number(row.paced["overrun_ms"], 2),
-    "+ awaiting drafts": lambda row: number(row.paced["awaiting_ms"], 2),
-    "+ overhead": lambda row: number(row.paced["overhead_ms"], 2),
-    "steps overrun": lambda row: f"{row.paced['overrun_share']:.0%}",
-    "idle awaiting drafts": lambda row: f"{row.idle_awaiting_draft:.1%}",
-    "draft passes overrun": lambda row: _percent(row.paced.get("pass_overrun_share")),
-    "by ms / pass": lambda row: number(row.paced.get("pass_overrun_ms"), 3),
+    "cycle ms": _median("cycle_ms", 2),
+    "= paced": _median("paced_ms", 2),
+    "+ overrun": _median("overrun_ms", 2),
+    "+ awaiting drafts": _median("awaiting_ms", 2),
+    "+ overhead": _median("overhead_ms", 2),
+    "steps overrun": _percent("overrun_share"),
+    "idle awaiting drafts": _percent("idle_awaiting_draft", 1),
+    "draft passes overrun": _percent("pass_overrun_share"),
+    "by ms / pass": _median("pass_overrun_ms", 3),
 }
 """The parts of a paced target step's time."""
 LATENCY: Columns = {
@@ -138,51 +130,54 @@ LATENCY: Columns = {
     "TGS": _spread("tgs", 0),
     "TTFT ms": _spread("ttft_ms", 0),
     "acceptance length": _spread("acceptance_length", 2),
-    "drafted": lambda row: f"{row.drafted_share:.0%}",
-    "awaiting drafts": lambda row: f"{row.idle_awaiting_draft:.1%}",
-    "hit rate": lambda row: _percent(row.hit_rate),
-    "T_draft ms": lambda row: number(row.t_draft_ms, 2),
-    "T_verify ms": lambda row: number(row.t_verify_ms, 2),
-    "bytes / round": lambda row: number(row.bytes_per_round, 0),
-    "busy + idle": lambda row: f"{row.accounted:.1%}",
+    "drafted": _percent("drafted_share"),
+    "awaiting drafts": _percent("idle_awaiting_draft", 1),
+    "hit rate": _percent("hit_rate"),
+    "T_draft ms": _median("t_draft_ms", 2),
+    "T_verify ms": _median("t_verify_ms", 2),
+    "bytes / round": _median("bytes_per_round", 0),
+    "busy + idle": _percent("accounted", 1),
 }
 
 
-def _section(title: str, columns: Columns, rows: Sequence[Row]) -> list[str]:
+def _section(title: str, columns: Columns, rows: Sequence[Row], note: Sequence[str]) -> list[str]:
     if not rows:
         return []
     body = [[cell(row) for cell in columns.values()] for row in rows]
-    return [f"### {title}", "", *table(list(columns), body), ""]
+    return [f"### {title}", "", *note, *table(list(columns), body), ""]
 
 
-def _throughput(rows: Sequence[Row], limits: Mapping[Point, float]) -> list[str]:
-    """Throughput with an equal verifier, and per busy core."""
-    columns = {**_WHAT, "tok/s": _spread("tokens_per_s", 0)}
-    relative = ["x off", "x best native", "x off, per busy core", "limit, x off"]
-    body = [[*(cell(row) for cell in columns.values()), *_ratios(rows, row), number(limits.get(row.point), 2)] for row in rows]
-    return ["### Throughput: equal verifier, per busy core", "", *table([*columns, *relative], body), ""]
+def _throughput(rows: Sequence[Row], limits: Mapping[Point, float]) -> Columns:
+    """Throughput with an equal verifier and per busy core; relative to the best of other modes, with this K if measured."""
+
+    def over(row: Row, modes: Sequence[str], name: str = "tokens_per_s") -> str:
+        bases = [each for each in rows if each.point == row.point and each.configuration.mode in modes]
+        alike = [each for each in bases if each.configuration.k == row.configuration.k] or bases
+        return spread(ratios(row, max(alike, key=lambda each: median(each.values("tokens_per_s")), default=None), name), 2)
+
+    return {
+        **_WHAT,
+        "tok/s": _spread("tokens_per_s", 0),
+        "x off": lambda row: over(row, [PLAIN]),
+        "x best native": lambda row: over(row, NATIVES),
+        "x off, per busy core": lambda row: over(row, [PLAIN], "tokens_per_busy_core_s"),
+        "limit, x off": lambda row: number(limits.get(row.point), 2),
+    }
 
 
 def _limits(rows: Sequence[Row], pace: Mapping[str, Any] | None) -> dict[Point, float]:
-    """By point, what the best measured acceptance would bring (`limit.py`): that of `native`, which verifies whole drafts."""
+    """By point, what the best measured acceptance would bring (`limit`): that of `native`, which verifies whole drafts."""
     # `native` drafts within its steps.
-    steps = ((row.step_tokens, row.step_ms / 1e3) for row in rows if row.mode not in NATIVES)
+    plain = [row for row in rows if row.configuration.mode not in NATIVES]
+    steps = [(median(row.values("step_tokens")), median(row.values("step_ms")) / 1e3) for row in plain]
     step_s = Cost(**pace["target"]).seconds if pace else step_times(steps)
-    found: dict[Point, float] = {}
-    for point in dict.fromkeys(row.point for row in rows if step_s is not None):
-        drafted = [row for row in rows if row.point == point and row.accepted_shares]
-        best = max(drafted, key=lambda row: (row.mode in NATIVES, sum(row.accepted_shares)), default=None)
-        if best is not None and step_s is not None:
-            found[point] = limit(point.concurrency, best.accepted_shares, step_s)
-    return found
-
-
-def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
-    def over(modes: Sequence[str], name: str = "tokens_per_s") -> str:
-        found = [base for mode in modes if (base := find(rows, row.target, row.point, mode, row.k)) is not None]
-        return spread(ratios(row, max(found, key=lambda base: base.tokens_per_s, default=None), name), 2)
-
-    return [over([PLAIN]), over(NATIVES), over([PLAIN], "tokens_per_busy_core_s")]
+    if step_s is None:
+        return {}
+    drafted = sorted(
+        rows, key=lambda row: (bool(row.accepted_shares), row.configuration.mode in NATIVES, sum(row.accepted_shares))
+    )
+    best = {row.point: row.accepted_shares for row in drafted}
+    return {point: limit(point.concurrency, shares, step_s) for point, shares in best.items() if shares}
 
 
 def _differences(differences: Sequence[Difference]) -> list[str]:
@@ -197,10 +192,6 @@ def _describe(target: Mapping[str, Any]) -> str:
         f"{target['parameters'] / 1e6:.1f} M parameters, {target.get('num_hidden_layers', '?')} layers, "
         f"width {target.get('hidden_size', '?')}, MLP {target.get('intermediate_size', '?')}."
     )
-
-
-def _percent(share: float | None) -> str:
-    return NOTHING if share is None else f"{share:.0%}"
 
 
 def _list(values: Iterable[Any]) -> str:

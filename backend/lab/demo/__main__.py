@@ -17,52 +17,36 @@ DIRECTORIES = {"eagle3": DRAFTER_DIR, "dflash": DFLASH_DIR}
 
 def parse(arguments: Sequence[str]) -> DemoOptions:
     parser = argparse.ArgumentParser(prog="outrider train-demo", description=__doc__)
-    parser.add_argument("--target-dir", type=Path, default=TARGET_DIR)
-    parser.add_argument("--drafter-dir", type=Path, help="the head's directory; default: the built-in one")
-    parser.add_argument(
-        "--target-minutes", type=float, default=TargetOptions().minutes, help="0: keep the target that is there (%(default)g)"
-    )
-    parser.add_argument("--drafter-minutes", type=float, default=DrafterOptions().minutes)
-    parser.add_argument(
-        "--tokens-per-step", type=int, default=DrafterOptions().tokens_per_step, help="of a head's training (%(default)s)"
-    )
-    parser.add_argument(
-        "--generated-tokens",
-        type=int,
-        default=DrafterOptions().generated_tokens,
-        help="text that the target writes for a head's training (%(default)s)",
-    )
-    parser.add_argument(
-        "--head", choices=DIRECTORIES, default="eagle3", help="`dflash`: only train a head that drafts in one pass"
-    )
-    parser.add_argument(
-        "--draft-model",
-        type=Path,
-        nargs="?",
-        const=DRAFT_MODEL_DIR,
-        help="only train a draft model for the target that is there, into this directory",
-    )
-    parser.add_argument("--draft-model-minutes", type=float, default=DraftModelOptions().minutes)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-compile", action="store_true", help="run without torch.compile")
+    target, head, model, say = TargetOptions(), DrafterOptions(), DraftModelOptions(), parser.add_argument
+    only = "only train a draft model for the target that is there, into this directory"
+    say("--target-dir", type=Path, default=TARGET_DIR)
+    say("--drafter-dir", type=Path, help="the head's directory; default: the built-in one")
+    say("--target-minutes", type=float, default=target.minutes, help="0: keep the target that is there (%(default)g)")
+    say("--drafter-minutes", type=float, default=head.minutes)
+    say("--tokens-per-step", type=int, default=head.tokens_per_step, help="of a head's training (%(default)s)")
+    written = "text that the target writes for a head's training (%(default)s)"
+    say("--generated-tokens", type=int, default=head.generated_tokens, help=written)
+    say("--head", choices=DIRECTORIES, default="eagle3", help="`dflash`: only train a head that drafts in one pass")
+    say("--draft-model", type=Path, nargs="?", const=DRAFT_MODEL_DIR, help=only)
+    say("--draft-model-minutes", type=float, default=model.minutes)
+    say("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    say("--seed", type=int, default=0)
+    say("--no-compile", action="store_true", help="run without torch.compile")
     given = parser.parse_args(arguments)
-    drafter: DrafterOptions | DraftModelOptions = DrafterOptions(
-        minutes=given.drafter_minutes, tokens_per_step=given.tokens_per_step, generated_tokens=given.generated_tokens
-    )
-    head = "draft-model" if given.draft_model else given.head
-    if given.draft_model:
-        drafter = DraftModelOptions(minutes=given.draft_model_minutes)
+    kind = "draft-model" if given.draft_model else given.head
+    sizes = {"tokens_per_step": given.tokens_per_step, "generated_tokens": given.generated_tokens}
     return DemoOptions(
         target_dir=given.target_dir,
-        drafter_dir=given.draft_model or given.drafter_dir or DIRECTORIES[head],
-        head=head,
+        drafter_dir=given.draft_model or given.drafter_dir or DIRECTORIES[kind],
+        head=kind,
         device=given.device,
         seed=given.seed,
         compile=not given.no_compile,
         command=shlex.join(["outrider", "train-demo", *arguments]),
-        target=TargetOptions(minutes=given.target_minutes if head == "eagle3" else 0.0),
-        drafter=drafter,
+        target=TargetOptions(minutes=given.target_minutes if kind == "eagle3" else 0.0),
+        drafter=DraftModelOptions(minutes=given.draft_model_minutes)
+        if given.draft_model
+        else DrafterOptions(minutes=given.drafter_minutes, **sizes),
     )
 
 

@@ -112,16 +112,14 @@ def block_loss(
     with torch.no_grad():
         scores, inputs = features(target, tokens, head.feature_layers)
     offsets = torch.arange(MASKS, device=tokens.device)
-    counted = offsets < lengths.unsqueeze(-1)
-    places = anchors.unsqueeze(-1) + offsets
-    row = torch.arange(len(tokens), device=tokens.device)[:, None, None].expand_as(places)[counted]
-    goal = scores[row, places[counted]].float()
-    drafted = head(tokens, inputs, anchors, lengths)[counted].float()
-    weights = (STEP_WEIGHT**offsets).expand_as(places)[counted]
-    hits = torch.zeros(places.shape, device=tokens.device)
-    hits[counted] = (drafted.detach().argmax(-1) == goal.argmax(-1)).float()
-    by_place = hits.view(-1, MASKS).sum(0) / counted.view(-1, MASKS).sum(0).clamp(min=1)
-    return (draft_losses(drafted, goal) * weights).sum() / weights.sum(), by_place
+    counted = (offsets < lengths.unsqueeze(-1)).view(-1, MASKS)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+    goal = scores[rows, anchors.unsqueeze(-1) + offsets].float().flatten(0, 2)
+    drafted = head(tokens, inputs, anchors, lengths).float().flatten(0, 2)
+    weights = STEP_WEIGHT**offsets * counted
+    hits = (drafted.detach().argmax(-1) == goal.argmax(-1)).view(-1, MASKS) & counted
+    losses = draft_losses(drafted, goal).view(-1, MASKS)
+    return (losses * weights).sum() / weights.sum(), hits.sum(0) / counted.sum(0).clamp(min=1)
 
 
 def lesson(head: BlockDrafter, target: LlamaForCausalLM, settings: DrafterOptions, is_compiled: bool) -> Lesson:

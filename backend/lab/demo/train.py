@@ -50,14 +50,11 @@ def train_demo(options: DemoOptions) -> None:
     torch.manual_seed(options.seed)
     head = kind.new_head(target, settings).to(target.device)
     progress = train(options.head, head, settings, options.seed, draw, kind.lesson(head, target, settings, options.compile))
-    record = _record(options, settings, progress)
-    if options.head == "eagle3":
-        record |= {"measured": drafter.evaluate(target, head.eval(), token_stream(tokenizer, corpus.validation))}
     with replacing(options.drafter_dir) as fresh:
         kind.save_head(head, target, fresh)
         if kind is draft_model:
             save_tokenizer(tokenizer, fresh)
-        write_json(fresh / RECORD, record)
+        write_json(fresh / RECORD, _record(options, settings, progress))
 
 
 def _train_target(options: DemoOptions, corpus: Corpus) -> None:

@@ -62,8 +62,8 @@ def clients(processes: Processes) -> dict[str, EngineClient]:
     found = []
     for mode, lookup in (("off", True), ("auto", False), ("auto", True)):
         settings = {"mode": mode, "verifier": {"lookup": lookup, "engine_args": {"async_scheduling": False}}}
-        verifier = processes.verifier(f"{mode}-{lookup}", settings)
-        found.append(processes.connect(verifier))
+        verifier, client = processes.verifier(f"{mode}-{lookup}", settings)
+        found.append(client)
         if mode == "auto":
             verifier.ask([drafter])
     plain, alone, helped = found

@@ -15,9 +15,9 @@ from backend.lab.bench.load import MeasuredLoad
 from backend.lab.bench.measure import (
     Measurement,
     Results,
+    Row,
     Snapshot,
     ratios,
-    row,
     sample,
     step_times,
 )
@@ -74,12 +74,14 @@ def test_a_sample_divides_differences() -> None:
 def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
     def rounds(configuration: Configuration, speeds: list[float]):
         each = [msgspec.structs.replace(measured(configuration, i), tokens_per_s=s) for i, s in enumerate(speeds)]
-        return row("demo", configuration, POINT, 1, each)
+        return Row("demo", configuration, POINT, each)
 
     plain, fast = rounds(OFF, [10, 20, 40]), rounds(SYNC, [20, 30, 80])
-    assert plain.tokens_per_s == 20
-    assert plain.spread["tokens_per_s"] == [10, 40]
-    assert plain.spread["hit_rate"] is None
+    assert plain.median("tokens_per_s") == 20
+    found = plain.document(1)
+    assert (found["tokens_per_s"], found["spread"]["tokens_per_s"]) == (20, [10, 40])
+    assert (found["hit_rate"], found["spread"]["hit_rate"]) == (None, None)
+    assert (found["mode"], found["k"], found["concurrency"], found["rounds"]) == ("off", 0, 1, 3)
     assert ratios(fast, plain) == [2.0, 1.5, 2.0]
     assert ratios(fast, None) == []
 

@@ -18,7 +18,7 @@ from backend.lab.train_drafter import (
     COLUMNS,
     CURVE,
     Curve,
-    PromptCycle,
+    RandomPrompts,
     fleet_settings,
     main,
     newest_head,
@@ -91,15 +91,15 @@ async def test_prompts_that_cannot_be_answered_are_skipped_and_counted(seed: int
     random.seed(seed)
     lines: list[str] = []
     fleet = Fleet(2)
-    prompts = PromptCycle(["a", "bb", "ccc"], lines.append)
+    prompts = RandomPrompts(["a", "bb", "ccc"], lines.append)
     for _ in range(4):
         await prompts.answer(cast(AsyncFleet, fleet), {})
     assert (lines, prompts.skipped) == (["prompt 3 is skipped (1 so far): too long"], 1)
     assert fleet.answered[AT_A_TIME:].count("a") + fleet.answered[AT_A_TIME:].count("bb") == 3 * AT_A_TIME
     with pytest.raises(CommandError, match="every prompt was refused"):
-        await PromptCycle(["ccc", "dddd"], lines.append).answer(cast(AsyncFleet, fleet), {})
+        await RandomPrompts(["ccc", "dddd"], lines.append).answer(cast(AsyncFleet, fleet), {})
     with pytest.raises(OutriderError, match="too long"):
-        await PromptCycle(["ccc"], lines.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
+        await RandomPrompts(["ccc"], lines.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
 
 
 def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_path: Path) -> None:
@@ -132,6 +132,12 @@ def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as
         main(given, print)
 
 
+def test_a_run_that_ended_before_its_first_line_is_gone_on_with(tmp_path: Path) -> None:
+    for content in ("", "seconds,steps\n"):
+        (tmp_path / CURVE).write_text(content)
+        assert Curve(tmp_path / CURVE, print).seconds == 0
+
+
 def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backend.lab.train_drafter.REPORT_S", 0.0)
     lines: list[str] = []
@@ -145,6 +151,7 @@ def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, mon
     again.add(learned | {"steps": 90}, 60.0)
     assert again.is_over(learned, budget)
     assert not again.is_over(learned, argparse.Namespace(minutes=2.0, steps=41))
+    assert (tmp_path / CURVE).read_text().count("seconds") == 1
     with (tmp_path / CURVE).open(newline="") as file:
         found = [(row["seconds"], row["steps"], row["loss"]) for row in csv.DictReader(file)]
     assert found == [("61.0", "40", "2.5"), ("121.0", "90", "2.5")]
