@@ -65,11 +65,11 @@ def test_the_coordinators_life(cluster: RayCluster) -> None:
     coordinator.register(member("d0", "drafter"))
     orders = other.report("v0", "i0", VerifierStats("v0", 0.0, "sync", 4, running=2), "ready")
     assert [ref.id for ref in orders.drafters] == ["d0"]
-    assert other.report("d0", "i0", DrafterStats("d0", 0.0, rounds=3), "ready").known
+    assert other.report("d0", "i0", DrafterStats("d0", 0.0, batches=3), "ready").known
     before = coordinator.snapshot()
     assert {v.member.id: v.member.state for v in before.members} == {"v0": "ready", "d0": "ready"}
     assert before.members[0].drafter is not None
-    assert before.members[0].drafter.rounds == 3
+    assert before.members[0].drafter.batches == 3
     # After a crash it knows nobody, and still has the keys.
     os.kill(inside(cluster, lambda self: os.getpid()), signal.SIGKILL)
     wait_for(lambda: _answers(coordinator))
