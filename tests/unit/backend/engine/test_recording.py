@@ -237,7 +237,7 @@ class Vllm:
     def update_from_output(self, scheduled: Any, sampled: Any) -> dict[int, Any]:
         self._free_request(self.requests["one"])
         self.finish_requests(["other"], "error")
-        ended = (("one", [7], "stop"), ("other", [], "error"))
+        ended: tuple[tuple[str, list[int], str], ...] = (("one", [7], "stop"), ("other", [], "error"))
         outputs = [
             SimpleNamespace(request_id=name, new_token_ids=tokens, finish_reason=reason, prefill_stats=None)
             for name, tokens, reason in ended

@@ -106,7 +106,7 @@ def request(prompt: int = 4, fixed: Any = None, **changes: Any) -> Any:
 def test_a_fitting_request_passes() -> None:
     refuse_unfit(request(prompt=8), True, 10, 10)
     free = SimpleNamespace(sampling_params=SamplingParams(max_tokens=3))
-    refuse_unfit(free, False, 10, 10)  # type: ignore[arg-type]
+    refuse_unfit(free, False, 10, 10)
     assert fixed_response(free.sampling_params) is None
     assert fixed_response(request().sampling_params) == [5, 6]
 

@@ -1,15 +1,15 @@
 # ruff: noqa: RUF001  (models write such characters)
-"""An answer with text and two tool calls as each tool parser that a family gets by itself expects it.  Tests only."""
+"""An answer with text and two tool calls as each of vLLM's tool parsers expects it.  Tests only."""
 
 import re
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
-
-from backend.models.demo import TARGET_DIR
+from vllm.tool_parsers import ToolParserManager
 
 SAY = "Sure. "
 
@@ -43,7 +43,7 @@ _QWEN = _each(
 _GLM = _each("<tool_call>NAMEPARAMETERS</tool_call>", "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
 _HERMES = f"<tool_call>\n{_json(between=chr(10) + '</tool_call>' + chr(10) + '<tool_call>' + chr(10))}\n</tool_call>"
 _PYTHON = '[paint(x=1), stop(why="ärger 🎨", when={"a": [2]})]'
-_INVOKED = _each('<invoke name="NAME">\nPARAMETERS</invoke>\n', '<parameter name="KEY">VALUE</parameter>\n')
+_HY3 = _each("<tool_call>NAME<tool_sep>PARAMETERS</tool_call>", "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
 
 ANSWERS: dict[str, str] = {
     "apertus": f'{SAY}<|tools_prefix|>[{{"paint": {{"x": 1}}}}, {{"stop": {_WHY}}}]<|tools_suffix|>',
@@ -55,20 +55,41 @@ ANSWERS: dict[str, str] = {
     + f"<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{_WHY}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v32": SAY + _dsml("function_calls"),
     "deepseek_v4": SAY + _dsml("tool_calls"),
+    "deepseek_v41": SAY + _dsml("calls", " "),
+    "dots": SAY
+    + "<dots_function_call>\n"
+    + _each('<invoke name="NAME">\nPARAMETERS</invoke>\n', '<parameter name="KEY">VALUE</parameter>\n')
+    + "</dots_function_call>",
     "ernie45": SAY + _HERMES,
     "functiongemma": SAY
     + "<start_function_call>call:paint{x:<escape>1<escape>}<end_function_call>"
     + "<start_function_call>call:stop{why:<escape>ärger<escape>}<end_function_call>",
     "gemma4": SAY
     + '<|tool_call>call:paint{x:1}<tool_call|><|tool_call>call:stop{why:<|"|>ärger 🎨<|"|>,when:{a:[2]}}<tool_call|>',
+    "gigachat3": f'{SAY}<|function_call|>{{"name": "stop", "arguments": {_WHY}}}',
     "glm45": SAY + _GLM,
     "glm47": SAY + _GLM,
     "granite": f"<|tool_call|>[{_json()}]",
+    "granite-20b-fc": f"<function_call> {_json(between=' <function_call> ')}",
     "granite4": SAY + _HERMES,
     "hermes": SAY + _HERMES,
+    "hf": SAY
+    + '<tool_call>{"function": {"name": "paint", "arguments": {"x": 1}}}</tool_call>'
+    + f'<tool_call>{{"function": {{"name": "stop", "arguments": {_WHY}}}}}</tool_call>',
     "hunyuan_a13b": f"{SAY}<tool_calls>[{_json()}]</tool_calls>",
+    "hy_v3": f"{SAY}<tool_calls>{_HY3}</tool_calls>",
+    "hy_v4": f"{SAY}<tool_calls>{_GLM}</tool_calls>",
+    "inkling": f"<|message_model|><|content_text|>{SAY}<|end_message|>"
+    + '<|message_model|><|content_invoke_tool_json|>{"name":"paint","args":{"x":1}}<|end_message|>'
+    + f'<|message_model|><|content_invoke_tool_json|>{{"name":"stop","args":{_WHY}}}<|end_message|>',
     "internlm": f'{SAY}<|action_start|><|plugin|>{{"name": "stop", "parameters": {_WHY}}}<|action_end|>',
     "jamba": f"{SAY}<tool_calls>[{_json()}]</tool_calls>",
+    "k2_horizon": SAY
+    + "<ifm|tool_calls>"
+    + _each(
+        "<ifm|tool_call>NAMEPARAMETERS</ifm|tool_call>", "<ifm|arg_key>KEY</ifm|arg_key><ifm|arg_value>VALUE</ifm|arg_value>"
+    )
+    + "</ifm|tool_calls>",
     "kimi_k2": SAY
     + '<|tool_calls_section_begin|><|tool_call_begin|>functions.paint:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>'
     + f"<|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{_WHY}<|tool_call_end|><|tool_calls_section_end|>",
@@ -79,22 +100,44 @@ ANSWERS: dict[str, str] = {
     + '<|open|>argument key="why" type="string"<|sep|>ärger 🎨<|close|>argument<|sep|>'
     + "<|close|>call<|sep|><|close|>tools<|sep|>",
     "lfm2": f"{SAY}<|tool_call_start|>{_PYTHON}<|tool_call_end|>",
+    "ling3": SAY + _GLM,
     "llama3_json": _json("parameters", "; "),
+    "llama4_json": _json("parameters", "; "),
     "llama4_pythonic": _PYTHON,
     "longcat": SAY + _HERMES.replace("tool_call", "longcat_tool_call"),
     "mimo": SAY + _QWEN.replace("\nVALUE\n", "VALUE"),
-    "minimax_m2": f"{SAY}<minimax:tool_call>\n{_INVOKED}</minimax:tool_call>",
+    "minicpm5": SAY + _each('<function name="NAME">PARAMETERS</function>', '<param name="KEY">VALUE</param>'),
+    "minimax_m2": SAY
+    + "<minimax:tool_call>\n"
+    + _each('<invoke name="NAME">\nPARAMETERS</invoke>\n', '<parameter name="KEY">VALUE</parameter>\n')
+    + "</minimax:tool_call>",
     "minimax_m3": SAY
     + "]<]minimax[>[<tool_call>\n"
     + ']<]minimax[>[<invoke name="paint">\n]<]minimax[>[<x>1]<]minimax[>[</x>\n]<]minimax[>[</invoke>\n'
     + ']<]minimax[>[<invoke name="stop">\n]<]minimax[>[<why>ärger 🎨]<]minimax[>[</why>\n]<]minimax[>[</invoke>\n'
     + "]<]minimax[>[</tool_call>",
     "mistral": f'{SAY}[TOOL_CALLS]paint[ARGS]{{"x": 1}}[TOOL_CALLS]stop[ARGS]{_WHY}',
+    "muse_glimmer": "<|start|>assistant to=paint<|message|><atem:function_calls>\n"
+    + '<atem:invoke name="paint">\n<atem:parameter name="x">1</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|>',
     "olmo3": '<function_calls>paint(x=1)\nstop(why="ärger 🎨", when={"a": [2]})</function_calls>',
     "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     + '<|channel|>commentary to=functions.paint <|constrain|>json<|message|>{"x": 1}<|call|>',
     "phi4_mini_json": f"functools[{_json()}]",
+    "plamo3": SAY
+    + "<|plamo:begin_tool_requests:plamo|>"
+    + "".join(
+        f"<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{name}<|plamo:end_tool_name:plamo|>"
+        "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+        f"{given}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+        for name, given in (("paint", '{"x": 1}'), ("stop", _WHY))
+    )
+    + "<|plamo:end_tool_requests:plamo|>",
+    "poolside_v1": SAY
+    + _each("<tool_call>NAME\nPARAMETERS</tool_call>", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"),
+    "pythonic": _PYTHON,
     "qwen3_coder": SAY + _QWEN,
+    "qwen3_json": SAY + _HERMES,
+    "qwen3_xml": SAY + _QWEN,
     "seed_oss": SAY + _QWEN.replace("tool_call>", "seed:tool_call>"),
     "step3": SAY
     + "<｜tool_calls_begin｜>"
@@ -104,8 +147,12 @@ ANSWERS: dict[str, str] = {
     )
     + "<｜tool_calls_end｜>",
     "step3p5": SAY + _QWEN,
+    "xlam": f"[{_json()}]",
 }
-"""By the parser's name.  `openai` reads Harmony's own tokens (`harmony`)."""
+"""By the parser's name.  `openai` reads Harmony's own tokens (`harmony`).  Cohere's parsers need a package that vLLM lacks."""
+for _name, _like in (("beam", "hf"), ("muse", "muse_glimmer"), ("musespark1x", "muse_glimmer"), ("step5", "step3p5")):
+    if _name in ToolParserManager.list_registered():  # from vLLM 0.33 on
+        ANSWERS[_name] = ANSWERS[_like]
 RESPONSE_TEMPLATE = {
     "fields": {
         "content": {},
@@ -116,7 +163,7 @@ RESPONSE_TEMPLATE = {
 }
 """What the parser `hf` reads an answer by."""
 
-_NOT_TOKENS = ("<parameter", "<function", "<invoke", "<x>", "</x>", "<why>", "</why>")
+_NOT_TOKENS = ("<parameter", "<function", "<invoke", "<x>", "</x>", "<why>", "</why>", "<atem", "</atem", "<param", "</param")
 
 _MARK = re.compile(r"<[^<>\s=\"]+>|\[TOOL_CALLS\]|\[ARGS\]|\]<\]minimax\[>\[")
 _PAIRED = ("think", "response", "seed:think", "ifm|think", "ifm|think_fast", "ifm|arg_type", "mm:think")
@@ -135,8 +182,11 @@ _MORE = [
 
 
 def tokenizer(*more: str) -> PreTrainedTokenizerFast:
-    """The demo's tokenizer, with tokens for the marks of all answers."""
-    made = AutoTokenizer.from_pretrained(str(TARGET_DIR))
+    """A token for every byte, for some short texts, and for the marks of all answers."""
+    short = ["Ġ{", '"}', '":', 'Ġ"', "na", "me", "ar", "}}", '"name', "```", "json", '":Ġ{"', "Ġ1}", "Ġ</", "Ġ<"]
+    inner = Tokenizer(WordLevel({each: at for at, each in enumerate([*sorted(ByteLevel.alphabet()), *short])}, unk_token="?"))
+    inner.decoder = Decoder()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     found = {mark for answer in (*ANSWERS.values(), *more) for mark in _MARK.findall(answer)} | set(_MORE)
     made.add_tokens(sorted(mark for mark in found if not mark.startswith(_NOT_TOKENS)))
     made.response_template = RESPONSE_TEMPLATE
@@ -151,3 +201,32 @@ def harmony(text: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
     )
     inner.decoder = Decoder()
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="?"), tokens
+
+
+def tokens_of(made: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The longest tokens, from the left."""
+    added = sorted(made.get_added_vocab().items(), key=lambda each: -len(each[0]))
+    vocabulary = made.get_vocab()
+    alphabet = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens: list[int] = []
+    plain = ""
+
+    def flush() -> None:
+        nonlocal plain
+        spelled = "".join(piece for piece, _ in alphabet.pre_tokenize_str(plain)) if plain else ""
+        while spelled:
+            size = next(size for size in range(min(6, len(spelled)), 0, -1) if spelled[:size] in vocabulary)
+            tokens.append(vocabulary[spelled[:size]])
+            spelled = spelled[size:]
+        plain = ""
+
+    while text:
+        mark = next((each for each in added if text.startswith(each[0])), None)
+        if mark is None:
+            plain, text = plain + text[0], text[1:]
+            continue
+        flush()
+        tokens.append(mark[1])
+        text = text[len(mark[0]) :]
+    flush()
+    return tokens

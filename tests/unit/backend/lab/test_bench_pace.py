@@ -97,13 +97,13 @@ def rows(count: int) -> Any:
 def test_every_pass_of_a_head_is_paced_by_its_rows_with_the_choice_of_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes and choices themselves take no time."""
     seen: list[str] = []
+    head, block, batch = object.__new__(Head), object.__new__(BlockHead), object.__new__(DecodeBatch)
     monkeypatch.setattr(Head, "forward", lambda *given: None)
     monkeypatch.setattr(BlockHead, "store", lambda *given: None)
     monkeypatch.setattr(DecodeBatch, "pick", lambda batch: seen.append("pick"))
     monkeypatch.setattr(DecodeBatch, "advance_and_pick", lambda batch: (Head.forward(head, rows(3), None, None), batch.pick()))
     monkeypatch.setattr(Pacer, "finish", lambda pacer: seen.append("finish"))
     pacer = pace_drafter(Pace("", Cost(1, 1), COST))
-    head, block, batch = (object.__new__(kind) for kind in (Head, BlockHead, DecodeBatch))
     batch.count = 3
 
     def paced_s(run: Callable[..., Any], *given: Any) -> float:

@@ -106,10 +106,11 @@ def planned(cpus: float, gpus: float = 0.0, **changes: Any) -> Any:
 
 def test_a_joined_cluster_with_too_few_devices_is_refused_and_gpus_are_shared() -> None:
     assert len(planned(2).members) == 2
-    for cpus, changes, message in (
+    refused: tuple[tuple[int, dict[str, Any], str], ...] = (
         (1, {}, "needs 2 CPUs and the Ray cluster has 1"),
         (2, {"drafting": {"gpus": 2}}, "needs 2 GPUs and the cluster has 0"),
-    ):
+    )
+    for cpus, changes, message in refused:
         with pytest.raises(LaunchError, match=message):
             planned(cpus, **changes)
     assert [member.num_gpus for member in planned(0, gpus=1).members] == [0.501, 0.499]

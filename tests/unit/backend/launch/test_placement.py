@@ -45,12 +45,13 @@ def test_everybody_is_in_one_group(verifiers: int, drafters: int, placement: Any
 def test_all_ranks_of_a_verifier_are_one_bundle_and_a_vacant_one_is_for_those_who_need_no_more() -> None:
     assert needs(member("verifier-0", cpus=0, gpus=4, big=0.5)) == {"GPU": 4, "big": 0.5}
     assert needs(member("drafter-0", cpus=0)) == {"CPU": 0.01}, "Ray takes no empty bundle"
-    for wants, bundle, is_enough in (
+    cases: list[tuple[dict[str, float], dict[str, float], bool]] = [
         ({"gpus": 1}, {"GPU": 4}, True),
         ({}, {"GPU": 4}, True),
         ({"gpus": 4}, {"GPU": 1}, False),
         ({"gpus": 1, "big": 1}, {"GPU": 1}, False),
-    ):
+    ]
+    for wants, bundle, is_enough in cases:
         assert fits(member("verifier-1", cpus=0, **wants), bundle) == is_enough
 
 

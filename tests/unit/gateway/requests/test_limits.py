@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -57,7 +58,7 @@ def test_everything_counts_wherever_it_stands():
     check_structure(b"," * MAX_STRUCTURE)
     with pytest.raises(PayloadTooLarge):
         check_structure(b"," * (MAX_STRUCTURE + 1))
-    fields = ({"structured_outputs": {}, "response_format": {"type": "x"}}, {"tools": [1]}, {})
+    fields: tuple[dict[str, Any], ...] = ({"structured_outputs": {}, "response_format": {"type": "x"}}, {"tools": [1]}, {})
     assert [grammar_field(each) for each in fields] == ["response_format", "tools", "structured_outputs"]
 
 

@@ -18,8 +18,8 @@ def test_what_is_allowed_in_a_chat_and_in_a_response():
     assert reduced == {"model": "m", "tools": [PAINT], "tool_choice": "required"}
     reduced = only_allowed({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": FLAT[1:]}})
     assert reduced == {"tools": FLAT[1:], "tool_choice": "auto"}
-    for choice in (None, "auto", "required", PAINT, {"type": "other"}):
-        body = {"tools": [PAINT], "tool_choice": choice}
+    for other in (None, "auto", "required", PAINT, {"type": "other"}):
+        body = {"tools": [PAINT], "tool_choice": other}
         assert only_allowed(body) is body
 
 
