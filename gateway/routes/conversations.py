@@ -45,7 +45,7 @@ async def create_conversation(request: Request) -> Response:
     body = parse(NewConversation, await read_json(request), {})
     conversation_id = f"conv_{uuid.uuid4().hex}"
     store = gateway_of(request).responses.store
-    items = as_items(body.items)
+    items = as_items(body.items, "items")
     return JSONResponse(await store.create_conversation(conversation_id, owner_of(request), body.metadata, items))
 
 
@@ -82,7 +82,7 @@ async def list_items(
 @router.post("/v1/conversations/{conversation_id}/items", **described(Items, LIST, right=Right.KEY))
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Adds items to a conversation."""
-    items = as_items(parse(Items, await read_json(request), {}).items)
+    items = as_items(parse(Items, await read_json(request), {}).items, "items")
     await gateway_of(request).responses.store.add_items(conversation_id, owner_of(request), items)
     return as_json(page_of(items, MAX_ITEMS, "asc", None))
 

@@ -155,7 +155,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("2,048 items", RESPONSES, made_from([ITEM] * 2048), 400, None, CONTEXT),
     ("2,048 calls", RESPONSES, made_from([CALL] * 2048), 200, None, None),
     ("as many in a conversation", CONVERSATIONS, {"items": [ITEM] * 2048}, 400, "items", None),
-    ("an item's long id", CONVERSATIONS, {"items": [{**ITEM, "type": "message", "id": "m" * 257}]}, 400, "input", None),
+    ("an item's long id", CONVERSATIONS, {"items": [{**ITEM, "type": "message", "id": "m" * 257}]}, 400, "items", None),
     ("an item's longest id", CONVERSATIONS, {"items": [{**ITEM, "type": "message", "id": "m" * 256}]}, 200, None, None),
     ("after nothing", RESPONSES, made_from("x", previous_response_id="resp_no"), 404, "previous_response_id", "not_found"),
     ("in no conversation", RESPONSES, made_from("x", conversation="conv_no"), 404, "conversation", "not_found"),

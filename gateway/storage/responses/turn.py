@@ -80,19 +80,19 @@ class Turn:
         return StoredResponse(self.id, self.owner, self.previous, self.input, body)
 
 
-def as_items(value: Any) -> list[Item]:
-    """A request's `input` as a list of items, each with an id.  Raises `BadRequest`."""
+def as_items(value: Any, field: str = "input") -> list[Item]:
+    """A request's `field` as a list of items, each with an id.  Raises `BadRequest`."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise BadRequest("`input` must be a string or a list of items.", param="input")
-    return [_whole(item) for item in value]
+        raise BadRequest(f"`{field}` must be a string or a list of items.", param=field)
+    return [_whole(item, field) for item in value]
 
 
-def _whole(item: Item) -> Item:
+def _whole(item: Item, field: str) -> Item:
     """An item, completed by the fields that clients may leave out.  Raises `BadRequest`."""
     if not isinstance(item.get("id"), str | None) or len(item.get("id") or "") > MAX_ID:
-        raise BadRequest(f"The `id` of an item must be a string of at most {MAX_ID} characters.", param="input")
+        raise BadRequest(f"The `id` of an item must be a string of at most {MAX_ID} characters.", param=field)
     if isinstance(item.get("role"), str) and item.get("type", "message") == "message":
         kind = "output_text" if item["role"] == "assistant" else "input_text"
         text = item.get("content")
