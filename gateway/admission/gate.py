@@ -35,7 +35,7 @@ class Gate:
     """Admits claims while there is room, else queues them.  `room()` is how many more sequences verifiers can take now.
 
     At most `max_sequences` wait.  A request that waits longer than `wait_s`, or is expected to, is turned away.
-    An admitted claim has room reserved.  `placed` uses it up for one sequence; `abandon` frees the rest.
+    An admitted claim has room reserved.  `placed` uses it up for one sequence; `free_reserved` frees the rest.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Gate:
             claim.promised -= 1
             self._promised -= 1
 
-    def abandon(self, claim: Claim) -> None:
+    def free_reserved(self, claim: Claim) -> None:
         """Frees room reserved for the claim, because no more of its sequences will come."""
         if claim.promised:
             self._promised -= claim.promised

@@ -85,9 +85,9 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
         await self.wait_routable(self.gate.wait_s)
         await self.gate.enter(current_claim())
 
-    def abandon(self) -> None:
+    def free_reserved(self) -> None:
         """Frees room reserved for the current request: no more of it will be submitted."""
-        self.gate.abandon(current_claim())
+        self.gate.free_reserved(current_claim())
 
     def _room(self) -> float:
         """How many more sequences the routable verifiers can take."""
@@ -205,7 +205,7 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
         record.claim.ended()
         if not record.claim.running:
             self.gate.settle(record.claim)
-            self.gate.abandon(record.claim)
+            self.gate.free_reserved(record.claim)
         self.gate.look()
         if reason not in ("poisoned", "lost"):
             self.share(record)

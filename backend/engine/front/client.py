@@ -58,7 +58,7 @@ class Core(Protocol):
         """Waits until the request of this task may be submitted."""
         ...
 
-    def abandon(self) -> None:
+    def free_reserved(self) -> None:
         """This task's request will not be submitted completely."""
         ...
 
@@ -196,7 +196,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
                 await asyncio.sleep(0)
                 return await super().add_request(request_id, prompt, params, *args, **kwargs)
         except BaseException:
-            self.core.abandon()
+            self.core.free_reserved()
             raise
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:

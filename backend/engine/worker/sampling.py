@@ -103,7 +103,7 @@ class SharedNoise:
         runner: Any = self
         batch = runner.input_batch
         states = [runner.requests[each] for each in batch.req_ids]
-        scales = _scales(batch.sampling_metadata)
+        scales = _noise_shares(batch.sampling_metadata)
         lengths = batch.num_tokens_no_spec[: len(states)].astype(np.int64)
         seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
         free = [i for i, each in enumerate(states) if rows.drafted[i] and _argument(each, INDEPENDENT, False)]
@@ -127,7 +127,7 @@ def _argument(state: Any, name: str, default: Any) -> Any:
     return params.extra_args.get(name, default) if params is not None and params.extra_args else default
 
 
-def _scales(metadata: SamplingMetadata) -> Tensor:
+def _noise_shares(metadata: SamplingMetadata) -> Tensor:
     """The share of noise in each request's choice `[requests]`: none if it is greedy."""
     assert metadata.temperature is not None
     scales: Tensor = (metadata.temperature >= GREEDY_BELOW).to(torch.float32)
