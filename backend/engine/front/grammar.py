@@ -20,7 +20,7 @@ import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextvars import ContextVar
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +63,7 @@ class GrammarChecks:
         self._vllm_config = vllm_config
         self._slots = asyncio.Semaphore(WORKERS)
         self._idle: list[_Worker] = []
+        self._warming_up: threading.Thread | None = None
         self._verdicts: dict[bytes, StructuredOutputsParams | str] = {}
 
     async def checked(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
@@ -94,11 +95,16 @@ class GrammarChecks:
                 self._idle.append(_Worker(self._vllm_config))
 
         # Not in an executor: the gateway's exit would wait for the import.
-        threading.Thread(target=start, name="grammar-start", daemon=True).start()
+        self._warming_up = threading.Thread(target=start, name="grammar-start", daemon=True)
+        self._warming_up.start()
 
     def close(self) -> None:
         for worker in self._idle:
             worker.kill()
+        # A process that is still being started would look for what this one has taken away, and say so.
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        if server is not None and self._warming_up is not None and self._warming_up.is_alive():
+            _kill(server)
 
     async def _decide(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
         worker = self._idle.pop() if self._idle else await asyncio.to_thread(_Worker, self._vllm_config)
@@ -124,8 +130,12 @@ class _Worker(ProcessPoolExecutor):
         self._pid = self.submit(os.getpid).result()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        _kill(self._pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _prepare(vllm_config: VllmConfig) -> None:
