@@ -81,6 +81,10 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
         longest = min(longest, config.max_position)
     embedding = borrow(target_dir, EMBEDDING, newer) if embedding is None else embedding
     lm_head = borrow(target_dir, LM_HEAD, newer) if lm_head is None else lm_head
+    for name, tensor, tokens in ((EMBEDDING, embedding, config.vocab_size), (LM_HEAD, lm_head, config.draft_vocab_size)):
+        # Those of directories were checked above.  More rows are allowed: vocabularies may be padded.
+        if newer and (tensor.dim() != 2 or tensor.shape[0] < tokens or tensor.shape[1] != config.hidden_size):
+            raise CheckpointError(f"tensor {name}: shape {list(tensor.shape)}, expected {[tokens, config.hidden_size]}")
     projection = load_fc(head_dir) if raw and config.uses_aux else None
     return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest, borrowed, projection)
 

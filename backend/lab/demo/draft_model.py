@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from backend.lab.demo.llama import llama_config, new_llama, save_llama
 from backend.lab.demo.options import DraftModelOptions
 from backend.lab.demo.training import Lesson
-from backend.learning.lesson import draft_losses
 
 
 def new_head(target: LlamaForCausalLM, settings: DraftModelOptions) -> LlamaForCausalLM:
@@ -27,18 +27,26 @@ def new_head(target: LlamaForCausalLM, settings: DraftModelOptions) -> LlamaForC
     return model
 
 
-def distillation_loss(model: LlamaForCausalLM, target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean loss over all positions, and the share of them with the target's first choice, `[1]`."""
+def distillation_loss(
+    model: LlamaForCausalLM, target: LlamaForCausalLM, tokens: Tensor, first_choice: float
+) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy in nats to the target's distributions, and the share of positions with its first choice, `[1]`.
+
+    The first choice gets a weight of `first_choice`, and the rest is the target's distribution at temperature 1.
+    """
     with torch.no_grad():
-        goal = target(tokens, use_cache=False).logits.float().flatten(0, 1)
+        scores = target(tokens, use_cache=False).logits.float().flatten(0, 1)
+        choice = scores.argmax(-1, keepdim=True)
+        goal = scores.softmax(-1) * (1.0 - first_choice)
+        goal.scatter_add_(-1, choice, torch.full_like(goal[:, :1], first_choice))
     drafted = model(tokens, use_cache=False).logits.float().flatten(0, 1)
-    return draft_losses(drafted, goal).mean(), (drafted.detach().argmax(-1) == goal.argmax(-1)).float().mean()[None]
+    return functional.cross_entropy(drafted, goal), (drafted.detach().argmax(-1, keepdim=True) == choice).float().mean(0)
 
 
 def lesson(model: LlamaForCausalLM, target: LlamaForCausalLM, settings: DraftModelOptions, is_compiled: bool) -> Lesson:
     """What a step of the training teaches."""
     loss_of = torch.compile(distillation_loss, dynamic=False) if is_compiled else distillation_loss
-    return lambda tokens, *_: loss_of(model, target, tokens)
+    return lambda tokens, *_: loss_of(model, target, tokens, settings.first_choice)
 
 
 def save_head(model: LlamaForCausalLM, target: LlamaForCausalLM, directory: Path) -> None:

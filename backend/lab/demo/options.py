@@ -64,13 +64,17 @@ class DrafterOptions(TrainingOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelOptions(TrainingOptions):
-    """How a draft model is trained for an existing target."""
+    """How a draft model is trained for an existing target.
+
+    `first_choice` is the weight of the target's first choice in the goal; the rest is the target's distribution.
+    """
 
     minutes: float = 15.0
     layers: int = 4
     hidden: int = 128
     tokens_per_step: int = 4096
     length: int = 512
+    first_choice: float = 0.3
     matrix_rate: float = 0.02
     embedding_rate: float = 3e-3
 

@@ -1,8 +1,8 @@
 """Shared parts of the demo trainings: texts to learn from, and the training loop with its learning rates.
 
 A head learns from text that the target generated and from source code.  What a step teaches is the head's own: `drafter.py` for
-one that drafts token by token, `dflash.py` for one that drafts in one pass, `draft_model.py` for a draft model.  Their loss is
-that of heads that learn while they serve (`backend/learning/lesson.py`), at temperature 1.
+one that drafts token by token, `dflash.py` for one that drafts in one pass.  The loss is that of heads that learn while they
+serve (`backend/learning/lesson.py`), at temperature 1.
 
 All randomness depends only on the seed and the step.
 """

@@ -9,7 +9,9 @@ from torch import nn
 from backend.drafter.following import PATIENCE_S, Following
 from backend.drafter.sessions import Malformed, Session
 from backend.engine.worker import tensor_transfer
-from backend.models.checkpoint import borrow
+from backend.models.checkpoint import borrow, load_drafter
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.head_config import CheckpointError
 from backend.wire.drafting import PROTOCOL_VERSION, Hello, Part, TargetTensor, Want
 from tests.support.drafter_heads import TinyHead, write_target
 
@@ -135,3 +137,8 @@ def test_a_tied_output_matrix_is_the_newer_embedding(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", TinyHead(), tied=True)
     newer = torch.ones(2, 2)
     assert borrow(target, "lm_head.weight", {"embed_tokens.weight": newer}) is newer
+
+
+def test_a_new_tensor_that_does_not_fit_the_head_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight: shape \[2, 2\], expected"):
+        load_drafter(str(DRAFTER_DIR), str(TARGET_DIR), newer={"embed_tokens.weight": torch.ones(2, 2)})
