@@ -10,8 +10,9 @@ import asyncio
 import csv
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def read_data(file: Path) -> list[Prompt]:
 async def train(given: argparse.Namespace, settings: dict[str, object], prompts: Sequence[Prompt], say: Say) -> None:
     """Trains until the budget of time or steps is spent.  Raises `CommandError`."""
     given.output.mkdir(parents=True, exist_ok=True, mode=0o700)
-    feed = RandomPrompts(prompts, say)
+    feed = PromptCycle(prompts, say)
     async with AsyncFleet(**settings) as fleet:  # type: ignore[arg-type]
         curve = Curve(given.output / CURVE, say)
         began, now = time.monotonic(), await _learning(fleet)
@@ -109,16 +110,17 @@ def newest_head(output: Path) -> Path | None:
     return max(versions, key=lambda path: int(path.name), default=None)
 
 
-class RandomPrompts:
-    """Prompts at random.  Those that the fleet refuses are skipped from then on."""
+class PromptCycle:
+    """All prompts in random order, again and again.  Prompts that the fleet refuses are skipped from then on."""
 
     def __init__(self, prompts: Sequence[Prompt], say: Say) -> None:
         self._left = dict(enumerate(prompts, 1))
+        self._numbers = self._drawn()
         self._say, self.skipped = say, 0
 
     async def answer(self, fleet: AsyncFleet, fields: dict[str, Any]) -> None:
-        """Has some prompts answered.  Raises `CommandError` if none is left, and `OutriderError` for other failures."""
-        numbers = random.choices(list(self._left), k=AT_A_TIME)
+        """Has the next prompts answered.  Raises `CommandError` if none is left, and `OutriderError` for other failures."""
+        numbers = list(islice(self._numbers, AT_A_TIME))
         ids = [await fleet.submit(self._left[number], fields) for number in numbers]
         errors = await asyncio.gather(*map(fleet.wait, ids), return_exceptions=True)
         for number, error in zip(numbers, errors, strict=True):
@@ -130,6 +132,10 @@ class RandomPrompts:
                 raise error
         if not self._left:
             raise CommandError("every prompt was refused")
+
+    def _drawn(self) -> Iterator[int]:
+        while self._left:
+            yield from (number for number in random.sample(list(self._left), len(self._left)) if number in self._left)
 
 
 class Curve:

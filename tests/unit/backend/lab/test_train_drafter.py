@@ -18,7 +18,7 @@ from backend.lab.train_drafter import (
     COLUMNS,
     CURVE,
     Curve,
-    RandomPrompts,
+    PromptCycle,
     fleet_settings,
     main,
     newest_head,
@@ -91,15 +91,15 @@ async def test_prompts_that_cannot_be_answered_are_skipped_and_counted(seed: int
     random.seed(seed)
     lines: list[str] = []
     fleet = Fleet(2)
-    prompts = RandomPrompts(["a", "bb", "ccc"], lines.append)
+    prompts = PromptCycle(["a", "bb", "ccc"], lines.append)
     for _ in range(4):
         await prompts.answer(cast(AsyncFleet, fleet), {})
     assert (lines, prompts.skipped) == (["prompt 3 is skipped (1 so far): too long"], 1)
     assert fleet.answered[AT_A_TIME:].count("a") + fleet.answered[AT_A_TIME:].count("bb") == 3 * AT_A_TIME
     with pytest.raises(CommandError, match="every prompt was refused"):
-        await RandomPrompts(["ccc", "dddd"], lines.append).answer(cast(AsyncFleet, fleet), {})
+        await PromptCycle(["ccc", "dddd"], lines.append).answer(cast(AsyncFleet, fleet), {})
     with pytest.raises(OutriderError, match="too long"):
-        await RandomPrompts(["ccc"], lines.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
+        await PromptCycle(["ccc"], lines.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
 
 
 def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_path: Path) -> None:
