@@ -128,7 +128,7 @@ async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[
     with mock.patch("gateway.fleet.directory.POLL_INTERVAL_S", 0.02):
         task = asyncio.create_task(server.serve())
         try:
-            await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers)
+            await eventually(lambda: server._server.started and len(server.gateway.client.core.ready_links) == verifiers)
             async with httpx.AsyncClient(base_url=server.url, timeout=300, verify=False) as http:
                 yield http, task
         finally:
