@@ -112,7 +112,7 @@ class EagleProposer:
             sequence = self._cache.peek(premise.key)
             if sequence is None or not _is_at(sequence, premise.base_len):
                 continue
-            wanted = premise.verifying and premise.outcomes > 0 and premise.until.k > 0
+            wanted = premise.outcomes > 0 and premise.until.k > 0
             if wanted and self._cache.spare(sequence, likely.scratch):
                 chosen[i] = sequence
         found: list[list[Outcome]] = [[] for _ in batch]

@@ -29,7 +29,7 @@ class Wanted:
     @property
     def until(self) -> Until:
         """When the fresh draft ends or, once there is one, those for its outcomes."""
-        k = self.item.k if self.item.verifying else self.item.fresh_k or self.item.k
+        k = self.item.fresh_k if self.item.is_fresh else self.item.k
         return Until(k, self.item.floor, self.chance_weights)
 
 
@@ -80,7 +80,7 @@ class Nexts:
 
     def take_fresh(self) -> list[Wanted]:
         """Takes all due items that ask for fresh drafts; their requests may be unknown."""
-        return [self._due.pop(each.key) for each in list(self._due.values()) if not each.item.verifying]
+        return [self._due.pop(each.key) for each in list(self._due.values()) if each.item.is_fresh]
 
     def drafted(self, wanted: Wanted, tokens: list[int], now: float) -> None:
         """A fresh draft was made: now its outcomes are due, if they are asked for."""
@@ -103,7 +103,7 @@ class Nexts:
 
     def _arrive(self, wanted: Wanted, known: bool = True) -> None:
         # A fresh draft is due even if nothing can be drafted: the answer is empty.
-        if known or not wanted.item.verifying:
+        if known or wanted.item.is_fresh:
             self._due[wanted.key] = wanted
 
     def _take(self, key: Key) -> Wanted | None:

@@ -135,7 +135,8 @@ class Imagination:
             found.append(self._in_one_pass(premises, rows, torch.cat((found[0], guessed), dim=1)))
         else:
             if known:
-                found.append(torch.stack([s.drafted[2][:known] for s in sequences if s.drafted is not None]))
+                nothing, own = found[0].new_zeros(known, found[0].shape[-1]), zip(premises, sequences, strict=True)
+                found.append(torch.stack([s.drafted[2][:known] if p.verifying and s.drafted else nothing for p, s in own]))
             if known < depth:
                 tokens = _padded(premises, depth, rows.device)[:, known:]
                 begin = torch.tensor([0, known, known, 0, 0, 0, 0, 0], device=rows.device).unsqueeze(1)
@@ -155,7 +156,8 @@ class Imagination:
             return torch.zeros(len(premises), depth - 1, head.config.hidden_size, dtype=head.dtype, device=head.device)
         found = []
         for premise, sequence in zip(premises, sequences, strict=True):
-            outputs, needed = _left(premise.verifying, sequence), len(premise.verifying) - 1
+            needed = max(len(premise.verifying) - 1, 0)
+            outputs = _left(premise.verifying, sequence) if needed else tips([sequence])[:0]
             if outputs is None or len(outputs) < needed:
                 return None
             found.append(functional.pad(outputs[:needed], (0, 0, 0, depth - 1 - needed)))
@@ -290,6 +292,8 @@ def _known(verifying: list[int], sequence: Sequence, depth: int) -> int:
 
     What is behind a draft's end is never looked at.
     """
+    if not verifying:
+        return depth
     if sequence.drafted is None:
         return 0
     start, tokens, outputs = sequence.drafted

@@ -99,7 +99,7 @@ class DraftLinks:
                 if isinstance(message, wire.Drafts):
                     self._scheduler.take_drafts(drafter_id, message, now)
                 elif isinstance(message, wire.Ahead):
-                    self._scheduler.speculator.take_blocks(drafter_id, message.items, message.draft_us / 1e6)
+                    self._scheduler.speculator.take_blocks(drafter_id, message.items, message.draft_us / 1e6, now)
                 elif isinstance(message, wire.Want):
                     self._give(link, message)
                 elif isinstance(message, wire.Welcome):
@@ -126,7 +126,7 @@ class DraftLinks:
         for drafter_id, items in self._scheduler.ask(now).items():
             link = self._links.get(drafter_id)
             if link is not None:
-                chance_weights = self._scheduler.speculator.chance_weights(drafter_id)
+                chance_weights = self._scheduler.speculator.candidates.chance_weights(drafter_id)
                 link.dealer.send(wire.encode(wire.Next(items, chance_weights)))
 
     def read_counters(self, stats: VerifierStats) -> None:

@@ -185,7 +185,7 @@ class FeatureShipper:
     def _next(self, link: FeatureLink, pieces: list[Piece]) -> Next | None:
         """What to draft for these requests at once."""
         asks = ((piece.item, *self.asks[piece.item.request_id]) for piece in pieces if piece.item.request_id in self.asks)
-        items = [NextItem(item.request_id, item.base_len, k, [], 0, floor) for item, k, floor in asks]
+        items = [NextItem(item.request_id, item.base_len, k, [], 0, floor, k) for item, k, floor in asks]
         return Next(items, self.chance_weights.get(link.ref.id, [])) if items else None
 
     def _pieces(self, step: StepRows, i: int, log: Log, sent: range | None, lacking: range) -> Iterator[Piece]:

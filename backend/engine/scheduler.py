@@ -123,7 +123,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
 
     def wait_until(self, now: float) -> float | None:
         """Until when the next step should wait for drafts; None: begin now, as during a pause."""
-        if not self.speculator.questions.pending or self._pause_state != PauseState.UNPAUSED:
+        if not (self.speculator.questions.pending or self.speculator.is_deferring) or self._pause_state != PauseState.UNPAUSED:
             return None
         # Includes requests whose prefill ended in the last step, for which drafts have been asked since.
         decoding = [request.outrider.drafting for request in self.running if not request.is_prefill_chunk]
@@ -228,7 +228,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         return output
 
     def _chance_weights(self) -> dict[str, list[list[float]]]:
-        return {drafter_id: self.speculator.chance_weights(drafter_id) for drafter_id in self._refs}
+        return {drafter_id: self.speculator.candidates.chance_weights(drafter_id) for drafter_id in self._refs}
 
     def _pair_with_drafters(self, new: list[Any]) -> dict[str, Pairing]:
         pairings = {}

@@ -116,6 +116,12 @@ def begun(requests: Iterable[Request]) -> list[Request]:
     return [request for request in requests if request.text]
 
 
+def lacks_block(request: Request, base_len: int) -> bool:
+    """Whether outcomes were asked for at this length and have not come."""
+    block = request.block
+    return request.outcomes > 0 and request.outcomes_at == base_len and (block is None or block[1].base_len != base_len)
+
+
 DraftLimits = Mapping[str, int] | None
 """The most draft tokens that requests may have in a step; None: any number."""
 

@@ -62,8 +62,8 @@ class Candidates:
         """Those that have been decoded, by id."""
         self.foresight = Foresight(outcomes, longest)
         self._prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
-        self.drafted, self.alone = Outlook(longest, self._prior), Outlook(longest)
-        """What drafts are expected to add: with drafters, and by look-ups alone."""
+        self.drafted, self.foreseen, self.alone = Outlook(longest, self._prior), Outlook(longest, self._prior), Outlook(longest)
+        """What drafts are expected to add: fresh ones, those made ahead, and look-ups alone."""
         self.steps = 0
         self.forced = 0
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
@@ -110,7 +110,7 @@ class Candidates:
     def renewed(self, drafter_id: str) -> None:
         """The drafter has a new head: forgets what was learned about its drafts."""
         self._calibrations = {s: known for s, known in self._calibrations.items() if s.drafter_id != drafter_id}
-        self.drafted = Outlook(self._longest, self._prior)
+        self.drafted, self.foreseen = Outlook(self._longest, self._prior), Outlook(self._longest, self._prior)
 
     def share(self, emitted: EmittedText) -> None:
         """Takes the output of a request that has ended at another verifier."""
@@ -142,15 +142,16 @@ class Candidates:
                 continue
             else:
                 # The drafter had no draft, or its first token was below the floor.
-                self._compare(request, [floor], floor)
+                self._compare(request, "fresh", [floor], floor)
             verdicts[i] = "ready" if in_time else "late"
         return verdicts
 
-    def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> None:
-        """Takes outcomes that a drafter has drafted ahead."""
-        for block in blocks:
-            if (request := self.requests.get(block.request_id)) is not None:
-                request.block = drafter_id, block, draft_s
+    def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> list[tuple[Request, Block]]:
+        """Takes outcomes that a drafter has drafted ahead; returns those of known requests."""
+        taken = [(request, each) for each in blocks if (request := self.requests.get(each.request_id)) is not None]
+        for request, block in taken:
+            request.block = drafter_id, block, draft_s
+        return taken
 
     def look_up(self, began: Mapping[Request, int], *, counts: bool) -> None:
         """Makes available the drafts made ahead for the outcomes that came.  `counts`: count hits.
@@ -245,9 +246,9 @@ class Candidates:
         if self._shared is not None:
             self._shared.advance(self._room + FOR_OTHERS)
 
-    def weights(self, drafter_id: str, rule: Rule) -> list[float]:
-        """The weights (`chances.py`) by which a drafter judges the tokens of its fresh drafts."""
-        return self._calibration(Source(drafter_id, rule)).weights
+    def chance_weights(self, drafter_id: str) -> list[list[float]]:
+        """The weights (`chances.py`) by which a drafter judges its drafts, by `Rule`."""
+        return [self._calibration(Source(drafter_id, rule)).weights for rule in Rule]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -300,7 +301,8 @@ class Candidates:
         """Learns from a draft made at `base_len`; makes it available if the request still has that length."""
         self._note(request, candidate, base_len)
         if candidate.proposal is None or base_len != len(request.text):
-            self._compare(request, candidate.survivals if candidate.proposal is None else candidate.expected, candidate.worth)
+            drafted = candidate.survivals if candidate.proposal is None else candidate.expected
+            self._compare(request, candidate.source.kind, drafted, candidate.worth)
         if base_len == len(request.text):
             request.candidate, request.candidate_at = candidate, base_len
 
@@ -311,14 +313,15 @@ class Candidates:
         """
         if candidate.proposal is not None:
             read = 1 + (request.verified_length if request.verified is candidate else 0)
-            self._compare(request, candidate.survivals[:read], candidate.worth)
+            self._compare(request, candidate.source.kind, candidate.survivals[:read], candidate.worth)
 
-    def _compare(self, request: Request, drafted: list[float], worth: float) -> None:
+    def _compare(self, request: Request, kind: str, drafted: list[float], worth: float) -> None:
         """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
         if self._is_sampled():
             looked_up = self._look_up(request)
             is_better = looked_up is not None and looked_up.worth > worth
-            self.drafted.note(looked_up.survivals if looked_up is not None and is_better else drafted, self.steps)
+            outlook = self.foreseen if kind == "ahead" else self.drafted
+            outlook.note(looked_up.survivals if looked_up is not None and is_better else drafted, self.steps)
 
     def _is_sampled(self) -> bool:
         """Whether this call is sampled.  By lot: turns could always fall on the same one of several calls per request."""

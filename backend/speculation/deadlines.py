@@ -60,7 +60,7 @@ class Questions:
     def __init__(self, longest_wait_s: float) -> None:
         self.pending: dict[Request, Question] = {}
         self._health: dict[str, DrafterHealth] = {}
-        self._longest_wait_s = longest_wait_s
+        self.longest_wait_s = longest_wait_s
 
     def set_drafters(self, drafter_ids: Iterable[str]) -> None:
         """Waits for these drafters alone from now on."""
@@ -72,13 +72,13 @@ class Questions:
         self._health[drafter_id] = DrafterHealth()
         self.pending = {r: p for r, p in self.pending.items() if p.drafter_id != drafter_id}
 
-    def asked(self, request: Request, base_len: int, drafter_id: str, now: float) -> None:
-        """Notes that a draft was asked for.  It is waited for unless the drafter's circuit breaker is open."""
+    def asked(self, request: Request, base_len: int, drafter_id: str, now: float, *, awaited: bool = True) -> None:
+        """Notes that a draft was asked for.  If it is `awaited`, steps wait unless the drafter's circuit breaker is open."""
         health = self._health[drafter_id]
-        question = Question(drafter_id, base_len, now, now + health.round_trip.deadline_s(self._longest_wait_s))
+        question = Question(drafter_id, base_len, now, now + health.round_trip.deadline_s(self.longest_wait_s))
         if health.silent_since is None:
             health.silent_since = now
-        if health.is_down:
+        if health.is_down or not awaited:
             _note_overdue(request, question)
         else:
             self.pending[request] = question
@@ -95,7 +95,7 @@ class Questions:
             del request.overdue[base_len]
         waited_s, health = now - question.asked_at, self._health[drafter_id]
         health.silent_since = None
-        if waited_s <= self._longest_wait_s:
+        if waited_s <= self.longest_wait_s:
             health.misses = 0
         health.round_trip.observe(waited_s)
         return waited_s
@@ -111,7 +111,7 @@ class Questions:
         late = {question.drafter_id for question in self.pending.values() if now >= question.deadline}
         for drafter_id, health in self._health.items():
             since = health.silent_since
-            if drafter_id in late or (since is not None and now >= since + health.round_trip.deadline_s(self._longest_wait_s)):
+            if drafter_id in late or (since is not None and now >= since + health.round_trip.deadline_s(self.longest_wait_s)):
                 late.add(drafter_id)
                 health.misses, health.silent_since = health.misses + 1, None
         expired = []

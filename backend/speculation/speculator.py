@@ -14,14 +14,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from backend.fleet import LOOKUP
-from backend.speculation.candidate import Attached, DraftLimits, Request, begun, early_drafts
+from backend.speculation.candidate import Attached, DraftLimits, Request, begun, early_drafts, lacks_block
 from backend.speculation.candidates import LOOKED_UP, RESTS_AFTER, Candidates
-from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Pairing, Preference
 from backend.speculation.ranking import Ranking
 from backend.speculation.step_times import DraftTimes, StepTimes
-from backend.speculation.waiting import Ask, Asking, Choice, Pending, StepLoad, Times, waiting_pays
+from backend.speculation.waiting import Ask, Asking, Choice, Pending, StepLoad, Times, bearable_s, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
 
 RECONSIDER_EVERY = 16
@@ -62,12 +61,11 @@ class Speculator:
         self._longest = longest
         self._few = min(FEW, outcomes)
         if self._fixed is not None:
-            self._asking.choice = Choice(self._fixed, longest, 0.0, self._few if self._fixed == Ask.AHEAD else 0)
+            self._asking.choice = Choice(self._fixed, longest, 0.0, self._few * (self._fixed == Ask.AHEAD), longest)
         self._draft_times = DraftTimes(one_pass)
         plain_s, asking_s = (partial(self.step_times.at, asking=asking) for asking in (False, True))
         self._times = Times(plain_s, asking_s, self._draft_times.at, self._draft_times.ahead)
         self._load: StepLoad | None = None
-        """What drafts were expected to bring at the last choice; None: not computed yet."""
         self._ended, self._unlearned = dict[Request, int](), dict[Request, int]()
         """Requests whose step has ended, with their lengths before it: until `ask`, and from then on until `learn`."""
         self._attached = Attached()
@@ -76,18 +74,17 @@ class Speculator:
         """Requests of the running step, if drafters were asked and have different heads (`pairing.py`)."""
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes, self._asked_ahead = False, 0, 0, False
-        self._ranking = Ranking(self.step_times)
-        self._floor = 0.0
-        self._decoding = 0
-        """Requests that the running step decodes."""
-        self._reconsider_at = 0
+        self._ranking, self._floor, self._reconsider_at = Ranking(self.step_times), 0.0, 0
+        self._decoding, self._passed = 0, 0
+        """Requests that the running step decodes, and of how many of them `passed` has told."""
         self._step_s, self._emitted, self._request_s = 0.0, 0, 0.0
-        """Seconds of the last step; since the last choice: tokens emitted, and requests times seconds, summed over steps."""
+        """Seconds of the last step; since the last choice: tokens emitted, and requests times seconds, summed."""
+        self.is_deferring, self._blocks_by = False, 0.0
+        """Whether `ask` waits for outcomes that were drafted ahead and have not come, and until when it would."""
         self._began = 0.0
         """When the latest step began."""
         self._came = False
         """Whether drafts came, or became of use, since the last step began."""
-        self._passed = 0
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
@@ -96,7 +93,7 @@ class Speculator:
         if not self._drafter_ids:
             # Steps without drafters say nothing about the offer that was chosen before.
             self._emitted, self._request_s = 0, 0.0
-        self._drafter_ids, self._load = sorted(heads), None
+        self._drafter_ids, self._load, self._blocks_by = sorted(heads), None, 0.0
         self.preference.set_drafters(dict(heads))
         self.questions.set_drafters(self._drafter_ids)
 
@@ -134,9 +131,10 @@ class Speculator:
         # An enumeration that the drafter had to finish first is predicted by itself.
         self._draft_times.observe(rows, k, draft_s, waited_s - queue_s if self._asked_ahead else waited_s)
 
-    def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> None:
+    def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float, now: float) -> None:
         """Takes outcomes that a drafter has drafted ahead."""
-        self.candidates.take_blocks(drafter_id, blocks, draft_s)
+        for request, block in self.candidates.take_blocks(drafter_id, blocks, draft_s):
+            self.questions.answered(drafter_id, request, block.base_len, now)
         if self._is_telling and (rows := sum(len(block.outcomes) for block in blocks)):
             k = max(len(outcome.tokens) for block in blocks for outcome in block.outcomes)
             self._draft_times.enumerated(rows, k, draft_s)
@@ -215,7 +213,7 @@ class Speculator:
         self.questions.stop_waiting()
         self.candidates.steps, self._began = self.candidates.steps + 1, now
         rests = self.candidates.rests and not self.candidates.predicted
-        self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped(rests)
+        self._probing = bool(self._drafter_ids) and self._fixed != Ask.DRAFT and self._asking.stepped(rests)
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
         of_all = self._probing or self.choice.ask != Ask.PLAIN
@@ -268,9 +266,12 @@ class Speculator:
 
     def ask(self, now: float) -> dict[str, list[NextItem]]:
         """What each drafter, by id, is to draft for the requests whose step has ended."""
-        choice, asks = self.choice, dict[str, list[NextItem]]()
+        choice, asks, self.is_deferring = self.choice, dict[str, list[NextItem]](), False
         of_all = choice.ask != Ask.PLAIN or self._probing
         if self._drafter_ids and (of_all or self.candidates.forced):
+            self.is_deferring = now < self._blocks_by and any(lacks_block(each, n) for each, n in self._ended.items())
+            if self.is_deferring:
+                return {}
             self._asked_ahead = self.outcomes > 0
             began = self._ended if of_all else {each: n for each, n in self._ended.items() if each.ask is not None}
             self.candidates.look_up(began, counts=self._is_telling)
@@ -306,11 +307,12 @@ class Speculator:
                 self.questions.stop_waiting([request])
             elif not is_asked:
                 verifying = best.tokens[: min(max(cut, 1), longest)] if best is not None else []
-                fresh_k = min(k, choice.miss_k) if outcomes else 0
+                fresh_k = min(k, choice.miss_k) if outcomes and choice.ask == Ask.AHEAD and not self._probing else k
                 item = NextItem(request.id, length, k, verifying, outcomes, floor, fresh_k)
                 asks.setdefault(drafter_id, []).append(item)
-                if not verifying:
-                    self.questions.asked(request, length, drafter_id, now)
+                self.questions.asked(request, length, drafter_id, now, awaited=item.is_fresh)
+        if asks and choice.ask == Ask.AHEAD and not self.questions.down():
+            self._blocks_by = now + min(bearable_s(self.load, choice, self._times), self.questions.longest_wait_s)
         return asks
 
     @property
@@ -318,12 +320,10 @@ class Speculator:
         """Where drafts end.  A probe asks for whole drafts: tokens that did not pay in this step may pay in the next one."""
         return 0.0 if self._probing else self._floor
 
-    def chance_weights(self, drafter_id: str) -> list[list[float]]:
-        """The weights (`chances.py`) by which a drafter judges its drafts, by `Rule`."""
-        return [self.candidates.weights(drafter_id, rule) for rule in Rule]
-
     def hold(self, decoding: Iterable[Request], prefill: int, now: float) -> float | None:
         """Until when the next step should wait for drafts; call again then.  None: the step should begin."""
+        if self.is_deferring:
+            return max(self._blocks_by, now + 1e-4)
         deadline = self.questions.deadline()
         if deadline is None or now >= deadline:
             return None
@@ -388,8 +388,8 @@ class Speculator:
     def _new_load(self) -> StepLoad:
         n, candidates = self._requests, self.candidates
         times = self.step_times.row(n, n * self._longest + 2).tolist()
-        alone = candidates.alone.prospect(n, times, candidates.every)
-        return StepLoad(n, alone, candidates.drafted.prospect(n, times), candidates.foresight)
+        drafted, ahead = (outlook.prospect(n, times) for outlook in (candidates.drafted, candidates.foreseen))
+        return StepLoad(n, candidates.alone.prospect(n, times, candidates.every), drafted, candidates.foresight, ahead)
 
     def _reconsider(self) -> None:
         self._load = load = self._new_load()

@@ -18,6 +18,7 @@ GAIN = 1.02
 one, since a change costs a step or two without drafts."""
 PROBE_EVERY, PROBE_STEPS = 128, 4
 """A probe: drafters that are not asked ahead are for 4 steps in 128.  No step waits for a probe's drafts; they are scored.
+Where steps go on without drafts after misses, a probe asks for fresh ones: nothing else would show how long they take.
 A pause: for as many steps nobody is asked, and from the second on nothing is verified: steps without drafts are measured."""
 IN_DOUBT = 2.0
 """Pauses are made while drafts promise less than twice the tokens of steps without any."""
@@ -91,8 +92,15 @@ class StepLoad:
     alone: Prospect
     """With look-ups alone, which need no drafter."""
     drafted: Prospect
-    """With drafters and look-ups."""
+    """With fresh drafts and look-ups."""
     foresight: Foresight
+    ahead: Prospect | None = None
+    """With drafts made ahead and look-ups; None: as with fresh ones."""
+
+    @property
+    def foreseen(self) -> Prospect:
+        """What drafts bring where the outcome was among those drafted ahead."""
+        return self.ahead or self.drafted
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Choice:
     outcomes: int = 0
     """Outcomes per request; 0 except for `AHEAD`."""
     miss_k: int = 0
-    """Tokens per draft after a miss, for which steps wait; 0 except for `AHEAD`."""
+    """Tokens per draft after a miss, for which steps wait; 0: they go on without, and for all but `AHEAD`."""
 
 
 class Times(NamedTuple):
@@ -134,15 +142,19 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
         if ask not in best or tokens_per_s > best[ask].tokens_per_s:
             best[ask] = Choice(ask, k, tokens_per_s, outcomes, miss_k)
 
-    hits = {outcomes: [load.foresight.rate(outcomes, each) for each in drafted.tokens] for outcomes in load.foresight.choices}
+    hits = {
+        outcomes: tuple([load.foresight.rate(outcomes, each) for each in of.tokens] for of in (load.foreseen, drafted))
+        for outcomes in load.foresight.choices
+    }
     for k in range(1, len(drafted.tokens)):
         emitted, seconds = n * (1 + drafted.gains[k]), drafted.seconds(times.step, n, drafted.tokens[k])
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
-        for outcomes, rates in hits.items():
+        for outcomes, (after_hits, after_misses) in hits.items():
             enumerated_s = times.enumerate(n * outcomes, k)
-            for miss_k in (k, (k + 1) // 2) if k > 1 else (k,):
+            for miss_k in (k, (k + 1) // 2, 0) if k > 1 else (k, 0):
                 # A verification of a short draft is foreseen more often than one of a long draft: the share where both balance.
-                h = rates[miss_k] / (1 - rates[k] + rates[miss_k]) if rates[miss_k] else rates[k]
+                again, back = after_hits[k], after_misses[miss_k]
+                h = back / (1 - again + back) if back else again
                 consider(Ask.AHEAD, k, _ahead(load, times, k, miss_k, h, enumerated_s), outcomes, miss_k)
             if enumerated_s > seconds:
                 # More would take longer still.
@@ -151,32 +163,31 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
 
 
 def _ahead(load: StepLoad, times: Times, k: int, miss_k: int, h: float, enumerated_s: float) -> float:
-    """Tokens per second of drafting ahead: the better of waiting for drafts after misses, and of going on without.
+    """Tokens per second of drafting ahead.
 
+    `miss_k`: tokens of a draft after a miss, for which the step waits; 0: the step goes on without.
     `h`: share of verifications whose outcome is among those drafted ahead.
     """
-    n, alone, drafted = load.requests, load.alone, load.drafted
+    n, alone, drafted, foreseen = load.requests, load.alone, load.drafted, load.foreseen
+    gain, tokens = (drafted.gains[miss_k], drafted.tokens[miss_k]) if miss_k else (alone.gains[-1], alone.tokens[-1])
 
-    def step(h: float, gain: float, tokens: float) -> tuple[float, float]:
-        """Tokens and seconds, if a share `h` has drafts of `k` tokens and the others gain `gain` with `tokens` tokens."""
-        mean = tokens + h * (drafted.tokens[k] - tokens)
-        return n * (1 + gain + h * (drafted.gains[k] - gain)), drafted.seconds(times.step, n, mean)
-
-    missed = drafted.gains[miss_k], drafted.tokens[miss_k]
-    emitted, seconds = step(h, *missed)
-    # One pass over the verified tokens, then one per token of the outcomes' drafts.  If this takes longer than the step, all
-    # outcomes come too late.
-    if enumerated_s > seconds:
-        h, (emitted, seconds) = 0.0, step(0.0, *missed)
-    over_s = enumerated_s - seconds
+    mean = tokens + h * (foreseen.tokens[k] - tokens)
+    emitted, seconds = n * (1 + gain + h * (foreseen.gains[k] - gain)), foreseen.seconds(times.step, n, mean)
+    # One pass over the verified tokens, then one per token of the outcomes' drafts.
+    seconds = max(seconds, enumerated_s)
+    if not miss_k:
+        return emitted / seconds
     any_missing = 1 - h**n
     missing = n * (1 - h) / any_missing if any_missing > 0 else 0.0
-    waiting = emitted / (seconds + any_missing * (times.draft(missing, miss_k) + max(over_s, 0.0)))
-    # A step that does not wait leaves the drafter both to do: what was missed, then what may come next.
-    if over_s + times.draft(n * (1 - h), miss_k) > 0:
-        return waiting
-    emitted, seconds = step(h, alone.gains[-1], alone.tokens[-1])
-    return max(waiting, emitted / seconds)
+    return emitted / (seconds + any_missing * times.draft(missing, miss_k))
+
+
+def bearable_s(load: StepLoad, choice: Choice, times: Times) -> float:
+    """How long outcomes may take to come: as long as expected, and then until the steps are no faster than without them."""
+    n, alone, tokens = load.requests, load.alone.gains[-1], load.foreseen.tokens[choice.k]
+    hits = load.foresight.rate(choice.outcomes, tokens)
+    gain = max(hits * load.foreseen.gains[choice.k] - alone, 0.0) / (1 + alone)
+    return times.enumerate(n * choice.outcomes, choice.k) + gain * times.step(n, n * hits * tokens)
 
 
 class Plan(NamedTuple):
@@ -276,4 +287,4 @@ class Asking:
     @property
     def probes_next(self) -> bool:
         """What `stepped` returns next."""
-        return self.choice.ask != Ask.AHEAD and (self._steps + 1) % PROBE_EVERY < PROBE_STEPS
+        return not self.choice.miss_k and (self._steps + 1) % PROBE_EVERY < PROBE_STEPS

@@ -35,7 +35,7 @@ from msgspec import Meta
 
 from backend.transport.ring import RingRef
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 HELLO_FIRST = "hello first"
 """The reason in `Refused` after which the verifier must greet the drafter again and open all requests again."""
@@ -114,15 +114,20 @@ class NextItem(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     base_len: Length
     k: Count
-    """Longest draft, in tokens: for each outcome, and for a fresh draft unless `fresh_k` says otherwise."""
+    """Longest draft for an outcome, in tokens."""
     verifying: list[int]
-    """The draft that the verifier is verifying now at `base_len`; empty: none, so a fresh draft is needed."""
+    """The draft that the verifier is verifying now at `base_len`; empty: it has none."""
     outcomes: Count
     """Number of outcomes to draft ahead for, at most; 0: none."""
     floor: Share = 0.0
     """A draft ends before the first token whose survival (the product of the chances up to it) is below this."""
     fresh_k: Count = 0
-    """Longest fresh draft, in tokens; 0: `k`."""
+    """Longest fresh draft, in tokens, if `verifying` is empty; 0: none is made, since the verifier goes on without."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a fresh draft is to be made."""
+        return not self.verifying and self.fresh_k > 0
 
 
 class Next(msgspec.Struct, frozen=True, tag="next"):

@@ -24,7 +24,7 @@ def test_a_wish_is_granted_whichever_socket_is_first(service: DrafterService, pr
         assert not service.has_work
         return verifier.round(item)
 
-    messages = granted(opening(), NextItem("a", 6, 4, [], 8))
+    messages = granted(opening(), NextItem("a", 6, 4, [], 8, fresh_k=4))
     assert [type(m) for m in messages] == [Drafts, Ahead], "the draft is not kept waiting"
     draft, block = drafts_of(messages)[0], blocks_of(messages)[0]
     assert (draft.request_id, draft.base_len, len(draft.tokens)) == ("a", 6, 4)
@@ -61,11 +61,11 @@ def test_fresh_drafts_go_before_outcomes(service: DrafterService) -> None:
     verifier = AheadVerifier(service)
     verifier.round(opening("a"), opening("b", [7, 8, 9]))
     verifier.receive_next(NextItem("a", 6, 4, [1, 2], 8))
-    verifier.receive_next(NextItem("b", 3, 4, [], 0))
+    verifier.receive_next(NextItem("b", 3, 4, [], 0, fresh_k=4))
     assert [d.request_id for d in drafts_of(verifier.step())] == ["b"]
     # Another fresh wish comes while the outcomes still wait.
     verifier.receive_round(Commit("b", 4, [5], 1))
-    verifier.receive_next(NextItem("b", 4, 4, [], 0))
+    verifier.receive_next(NextItem("b", 4, 4, [], 0, fresh_k=4))
     assert [d.base_len for d in drafts_of(verifier.step())] == [4]
     messages = verifier.work()
     assert [b.request_id for b in blocks_of(messages)] == ["a"]
@@ -75,12 +75,12 @@ def test_fresh_drafts_go_before_outcomes(service: DrafterService) -> None:
 def test_a_wish_for_an_unknown_request_is_answered_empty(service: DrafterService, clock: Clock) -> None:
     verifier = AheadVerifier(service)
     # Its opening may be on the way: nothing is said until a round shows that it is not.
-    assert verifier.next(NextItem("ghost", 9, 4, [], 8)) == []
+    assert verifier.next(NextItem("ghost", 9, 4, [], 8, fresh_k=4)) == []
     assert drafts_of(verifier.round(Commit("ghost", 9, [1], 1))) == [Draft("ghost", 9, [])]
     assert verifier.round(Commit("ghost", 10, [1], 1)) == []
-    assert drafts_of(verifier.next(NextItem("ghost", 10, 4, [], 8))) == [Draft("ghost", 10, [])]
+    assert drafts_of(verifier.next(NextItem("ghost", 10, 4, [], 8, fresh_k=4))) == [Draft("ghost", 10, [])]
     assert verifier.next(NextItem("ghost", 10, 4, [1], 8)) == []
-    assert verifier.next(NextItem("ghost", 11, 4, [], 0)) == []
+    assert verifier.next(NextItem("ghost", 11, 4, [], 0, fresh_k=4)) == []
     assert len(drafts_of(verifier.round(opening("ghost", [1] * 11)))[0].tokens) == 4
 
 
@@ -102,7 +102,7 @@ def test_the_latest_item_is_due_once_and_only_at_its_length(events: list[tuple[s
     latest: NextItem | None = None
     for at, (what, value) in enumerate(events):
         if what in ("want", "fresh"):
-            latest = NextItem("r", value, 4, [1] if what == "want" else [], 0)
+            latest = NextItem("r", value, 4, [1] if what == "want" else [], 0, fresh_k=4)
             nexts.want(Wanted(key, latest, float(at)), length)
             if value < (length or 0) or (what == "want" and length is None and value <= lost):
                 latest = None

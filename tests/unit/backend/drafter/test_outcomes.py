@@ -161,6 +161,23 @@ def test_another_draft_than_that_of_the_outcome_is_taken_token_by_token(tmp_path
     assert check(book, request, other, proposer.draft_outcomes([request.premise(other, 6)])[0], 6) > 2
 
 
+@pytest.mark.parametrize("beside", ["nobody", "a fresh draft", "a draft for an outcome"])
+def test_the_next_token_alone_is_enumerated_where_nothing_is_verified(tmp_path: Path, beside: str) -> None:
+    head = TinyHead()
+    proposer, book = make_proposer(tmp_path, head), Reference(head)
+    alone, other = begun(proposer, 1, 20), begun(proposer, 2, 25)
+    draft = other.draft().tokens
+    if beside == "a draft for an outcome":
+        outcome = proposer.draft_outcomes([other.premise(draft, 6)])[0][0]
+        other.commit([*draft[: outcome.accepted], outcome.token]).draft(0)
+        draft = outcome.tokens
+    premises = [alone.premise([], 6)] + [other.premise(draft, 6)] * (beside != "nobody")
+    found = proposer.draft_outcomes(premises)
+    assert {outcome.accepted for outcome in found[0]} == {0}
+    assert check(book, alone, [], found[0], 6) == 6
+    assert all(check(book, other, draft, outcomes, 6) for outcomes in found[1:])
+
+
 def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
@@ -170,7 +187,6 @@ def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
     for premise in (
         Premise("ghost", base_len, Until(4), draft, 8),
         Premise(1, base_len + 1, Until(4), draft, 8),
-        Premise(1, base_len, Until(4), [], 8),
         Premise(1, base_len, Until(0), draft, 8),
         Premise(1, base_len, Until(4), draft, 0),
     ):

@@ -152,7 +152,7 @@ def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_o
     def drafted() -> list[int]:
         peer.greet()
         peer.features.send(encode(Round("float32", 0, [Open("r", 6, [0, 271, 300, 290, 310, 280], 0)])), b"")
-        assert peer.drafts.send(encode(Next([NextItem("r", 6, 4, [], 0)])))
+        assert peer.drafts.send(encode(Next([NextItem("r", 6, 4, [], 0, fresh_k=4)])))
         answer = peer.receive(peer.drafts)
         assert isinstance(answer, Drafts)
         return answer.items[0].tokens

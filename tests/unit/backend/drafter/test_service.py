@@ -42,7 +42,7 @@ class Verifier(AheadVerifier):
         """Asks for a draft of `k` tokens of each request, of none where `k` names others."""
         wanted = {i.request_id: i.base_len for i in items if not isinstance(i, Close)}
         sizes = dict.fromkeys(wanted, k) if isinstance(k, int) else k
-        self.receive_next(*(NextItem(name, wanted[name], size, [], 0) for name, size in sizes.items()))
+        self.receive_next(*(NextItem(name, wanted[name], size, [], 0, fresh_k=size) for name, size in sizes.items()))
 
     def drafts_after(self, *items: Open | Commit | Close, k: int | dict[str, int] = 2) -> list[Draft]:
         """What is drafted once these have come."""
@@ -80,7 +80,7 @@ def test_what_a_round_asks_for_is_drafted_with_its_rows(service: DrafterService)
     first = Open("a", 5, [1, 2, 3, 4, 5], 4), Open("b", 3, [1, 2, 3], 2)
     for items in (first, (Commit("a", 7, [7, 8], 2), Commit("b", 4, [9], 1))):
         expected, batches = apart.drafts_after(*items, k=3), service.stats().batches
-        following = Next([NextItem(item.request_id, item.base_len, 3, [], 0) for item in items])
+        following = Next([NextItem(item.request_id, item.base_len, 3, [], 0, fresh_k=3) for item in items])
         assert service.receive(together.features, together.frames_with(following, *items)) == []
         assert drafts_of(together.step()) == expected
         assert service.stats().batches == batches + 1, "rows and drafts are one batch"
@@ -128,7 +128,7 @@ def test_a_new_epoch_forgets_requests_and_wishes_but_keeps_rows(service: Drafter
     tokens = list(range(40))
     old = Verifier(service, epoch=1)
     before = old.drafts_after(Open("a", 40, tokens, 39), k=4)
-    old.receive_next(NextItem("a", 40, 4, [1], 8), NextItem("b", 6, 4, [], 8))
+    old.receive_next(NextItem("a", 40, 4, [1], 8), NextItem("b", 6, 4, [], 8, fresh_k=4))
     new = Verifier(service, epoch=2)
     assert service.stats().sequences == 0
     assert not service.has_work
@@ -149,7 +149,7 @@ def test_requests_wishes_spans_and_lessons_end_together(proposer: EagleProposer,
     spans, lessons = mock.Mock(), mock.Mock()
     service = DrafterService("drafter-0", proposer, 60.0, clock, spans, lessons)
     verifier, opened = Verifier(service), [Open(name, 3, [1, 2, 3], 2) for name in "abcd"]
-    verifier.receive_next(NextItem("d", 3, 4, [], 8))
+    verifier.receive_next(NextItem("d", 3, 4, [], 8, fresh_k=4))
     verifier.drafts_after(*opened[:2])
     clock.now += 40
     verifier.drafts_after(Commit("b", 4, [4], 1), opened[2])
@@ -177,7 +177,7 @@ def test_times_are_reported(service: DrafterService, clock: Clock) -> None:
     assert (answer.queue_us, answer.draft_us) == (250_000, 0)
 
 
-OPENED, GOES_ON, WISHED = Open("a", 5, [1, 2, 3, 4, 5], 4), Commit("a", 6, [5], 1), NextItem("a", 6, 4, [], 0)
+OPENED, GOES_ON, WISHED = Open("a", 5, [1, 2, 3, 4, 5], 4), Commit("a", 6, [5], 1), NextItem("a", 6, 4, [], 0, fresh_k=4)
 BAD_ITEMS: dict[str, Open | Commit] = {
     "token outside": Open("b", 3, [1, 2, HEAD.vocab], 2),
     "negative token": Open("b", 3, [1, -1, 2], 2),
@@ -192,7 +192,7 @@ BAD_ITEMS: dict[str, Open | Commit] = {
     "twice": Commit("a", 6, [5], 1),
 }
 BAD_WISHES = {
-    "no length": NextItem("b", 0, 4, [], 0),
+    "no length": NextItem("b", 0, 4, [], 0, fresh_k=4),
     "negative k": NextItem("b", 5, -1, [], 0),
     "negative outcomes": NextItem("b", 5, 4, [], -1),
     "floor above one": NextItem("b", 5, 4, [], 0, 1.5),
@@ -200,7 +200,7 @@ BAD_WISHES = {
     "token outside": NextItem("b", 5, 4, [HEAD.vocab], 4),
     "negative token": NextItem("b", 5, 4, [-1], 4),
     "long draft": NextItem("b", 5, 4, [1] * 65, 4),
-    "twice": NextItem("a", 7, 4, [], 0),
+    "twice": NextItem("a", 7, 4, [], 0, fresh_k=4),
 }
 BAD_JUDGES = {
     "one": [[1.0, 1.0, 1.0]],
@@ -264,7 +264,7 @@ def test_garbage_is_refused_and_costs_nothing(frames: list[bytes], socket: str) 
     refused = [payload for _, payload in replies if isinstance(decode_to_verifier(payload), Refused)]
     assert verifier.service.stats().rejected == len(refused)
     handle(verifier.service, verifier.features, [encode(Round("float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])
-    assert drafts_of(verifier.next(NextItem("z", 4, 2, [], 0))) == [Draft("z", 4, [1, 2])]
+    assert drafts_of(verifier.next(NextItem("z", 4, 2, [], 0, fresh_k=2))) == [Draft("z", 4, [1, 2])]
 
 
 def test_beyond_the_last_position_drafts_are_empty(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_prompt_lookup_behind_the_same_protocol() -> None:
 
     def drafts_after(item: Open | Commit, k: int) -> list[Draft]:
         handle(verifier.service, verifier.features, [encode(Round("float32", 0, [item])), b""])
-        messages = verifier.next(NextItem("a", item.base_len, k, [], 8))
+        messages = verifier.next(NextItem("a", item.base_len, k, [], 8, fresh_k=k))
         assert [block.outcomes for block in blocks_of(messages)] == [[]], "it drafts afresh only"
         return drafts_of(messages)
 

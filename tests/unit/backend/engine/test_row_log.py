@@ -295,7 +295,7 @@ def test_drafts_are_asked_for_with_the_last_rows_of_a_request(monkeypatch: pytes
         if drafter.rounds and (following := drafter.rounds[-1].next) is not None:
             assert following.chance_weights == [[float(i)] * 3] * 3
             asked |= {item.request_id: item for item in following.items}
-    assert asked == {"a": NextItem("a", 41, 3, [], 0, 0.25), "c": NextItem("c", 55, 2, [], 0, 0.0)}
+    assert asked == {"a": NextItem("a", 41, 3, [], 0, 0.25, 3), "c": NextItem("c", 55, 2, [], 0, 0.0, 2)}
 
 
 def test_hand_overs_are_counted_and_bring_all_that_was_computed_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def all_asks(made: Named, attached: Attached, now: float) -> dict[str, list[Next
         request = made.requests[name]
         drafter_id = made.preference.drafter_of(request.pairing)
         if drafter_id is not None:
-            early.setdefault(drafter_id, []).append(NextItem(name, len(request.text), k, [], 0, floor))
+            early.setdefault(drafter_id, []).append(NextItem(name, len(request.text), k, [], 0, floor, k))
     late = made.ask(now)
     return {drafter_id: early.get(drafter_id, []) + late.get(drafter_id, []) for drafter_id in {**early, **late}}
 
@@ -164,6 +164,7 @@ class Driven:
         while (until := self.speculator.hold(list(self.texts), 0, self.now)) is not None and until > self.now:
             self.now = min([until, *(at for at, _ in self.arriving if at > self.now)])
             self._receive()
+            self._deliver(self.speculator.ask(self.now))
         self.steps += 1
         has_prompt = self.prompts_s is not None and self.steps % 2 == 0
         if self.prompts_s is not None and has_prompt and self.speculator.choice.ask != Ask.PLAIN:
@@ -208,7 +209,9 @@ class Driven:
             waits = [waited for _, waited in self.speculator.arrived("d0", drafts, self.drafter.draft_s, self.now)]
             if fresh and (longest := max((waited for waited in waits if waited is not None), default=0.0)):
                 self.speculator.timed(len(fresh), K, self.drafter.draft_s, 0.0, longest, self.now)
-            self.speculator.take_blocks("d0", [self._block(item) for item in items if item.outcomes], self.drafter.draft_s)
+            self.speculator.take_blocks(
+                "d0", [self._block(item) for item in items if item.outcomes], self.drafter.draft_s, self.now
+            )
 
     def _tokens(self, name: str, at: int, k: int) -> tuple[list[int], list[float]]:
         """Draft tokens and signs for the text at length `at`."""

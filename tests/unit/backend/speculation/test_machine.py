@@ -12,7 +12,7 @@ from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import RequestOptions
 from tests.support.properties import examples
 from tests.support.speculator import assert_nothing_is_left
-from tests.unit.backend.speculation.driven import K, Named, all_asks
+from tests.unit.backend.speculation.driven import LONGEST_WAIT_S, K, Named, all_asks
 
 FAULTS = ("sender", "length", "token", "signs", "long", "empty")
 SMALL = 4
@@ -123,7 +123,15 @@ class SpeculatorMachine(RuleBasedStateMachine):
         return any((name, at, draft) in self.made for at, draft in whole)
 
     def _ask(self, attached: Attached) -> None:
-        for drafter_id, items in all_asks(self.speculator, attached, self.now).items():
+        asks = all_asks(self.speculator, attached, self.now)
+        if self.speculator.is_deferring:
+            until = self.speculator.hold(sorted(self.decoding), 0, self.now)
+            assert until is not None
+            assert self.now < until <= self.now + LONGEST_WAIT_S
+            self.now = until
+            asks = all_asks(self.speculator, attached, self.now)
+        assert not self.speculator.is_deferring, "outcomes are not waited for for ever"
+        for drafter_id, items in asks.items():
             assert drafter_id in self.drafters
             assert len({item.request_id for item in items}) == len(items)
             for item in items:
@@ -131,7 +139,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
                 options = self.options[item.request_id]
                 assert 0 < item.k <= self._longest(item.request_id)
                 assert not (item.outcomes and options.mode == "sync")
-                if not item.verifying:
+                if item.is_fresh:
                     self.open.add((drafter_id, item.request_id, item.base_len))
                 self.link.append((drafter_id, item))
 
@@ -146,12 +154,12 @@ class SpeculatorMachine(RuleBasedStateMachine):
             drafter_id, item = self.link.pop(self.dice.randrange(len(self.link)))
             if fault == "sender":
                 drafter_id = "d1" if drafter_id == "d0" else "d0"
-            if item.outcomes:
-                self._block(drafter_id, item)
-            if not item.verifying:
+            if item.is_fresh:
                 draft = self._made_up(item, fault)
                 for _ in range(2 if twice else 1):
                     self._draft(drafter_id, draft)
+            if item.outcomes:
+                self._block(drafter_id, item)
 
     def _made_up(self, item: NextItem, fault: str | None) -> Draft:
         dice = self.dice
@@ -196,7 +204,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
                 tokens = [self.dice.randrange(SMALL) for _ in range(item.k)]
                 outcomes.append(Outcome(accepted, token, tokens, [8.0] * (2 * item.k)))
                 self.made.add((item.request_id, item.base_len + accepted + 1, tuple(tokens)))
-        self.speculator.take_blocks(drafter_id, [Block(item.request_id, item.base_len, verifying, outcomes)], 1e-3)
+        self.speculator.take_blocks(drafter_id, [Block(item.request_id, item.base_len, verifying, outcomes)], 1e-3, self.now)
 
     @precondition(lambda self: self.link)
     @rule()

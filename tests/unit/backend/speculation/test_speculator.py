@@ -114,10 +114,29 @@ def test_a_drafter_is_not_as_slow_as_the_step_during_which_it_answers(began: flo
     made.attach(["r"], 0, began)
     made.stepped(1, 0, 1.0, 0.0)
     made.timed(1, K, 2e-3, 5e-4, 0.03, 100.03)
+    made.take_blocks("d0", [Block("r", 6, [], [])], 1e-3, 100.03)
     text.append(7)
     made.ended("r", text, 6, 100.03)
     made.ask(100.03)
     assert made.hold(["r"], 0, 100.03) == pytest.approx(100.03 + draft_s)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_late_outcomes_are_waited_for_as_long_as_that_pays(comes: bool) -> None:
+    made, text = one("ahead")
+    made.arrived("d0", [Draft("r", 6, [7, 8])], 1e-4, 100.0001)
+    made.attach(["r"], 0, 100.0001)
+    made.stepped(1, 2, 2e-4, 0.0)
+    text += [7, 8, 9]
+    made.ended("r", text, 6, 100.0003)
+    assert made.ask(100.0003) == {}
+    until = made.hold(["r"], 0, 100.0003)
+    assert until is not None
+    assert 100.0003 < until <= 100 + LONGEST_WAIT_S
+    if comes:
+        made.take_blocks("d0", [Block("r", 6, [7, 8], [Outcome(2, 9, [1, 2])])], 1e-4, 100.0004)
+    (item,) = made.ask(100.0004 if comes else until)["d0"]
+    assert (item.base_len, item.verifying) == (9, [1, 2] if comes else [])
 
 
 def settled(drafter: Drafter, steps: int = 200, **options: Any) -> tuple[Driven, list[Turn]]:
@@ -182,13 +201,13 @@ def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
         text.append(7)
         made.ended("r", text, length, 100.0)
         made.ask(100.0 + length)
-        made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3)
+        made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3, 100.0)
     made.learn()
     assert rates() == before
     assert made.attach(["r"], 0, 110.0).tokens == {}
     text.append(7)
     made.ended("r", text, 8, 100.0)
-    made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3)
+    made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3, 100.0)
     made.ask(111.0)
     made.learn()
     assert rates() != before
@@ -248,7 +267,7 @@ def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() ->
         asks = all_asks(made, attached, 100.5 + step).get("d0", [])
         # One request's alone.
         ahead = [Block("r0", each.base_len, [], [Outcome(0, 4, [(each.base_len + 1) % VOCAB], [8.0] * 2)]) for each in asks[:1]]
-        made.take_blocks("d0", ahead, 1e-3)
+        made.take_blocks("d0", ahead, 1e-3, 100.0)
         made.learn()
         if attached.is_quiet:
             made.arrived("d0", [Draft("r0", 1, [])], 1e-3, 100.5 + step)
@@ -260,7 +279,7 @@ def test_what_is_left_of_a_cut_draft_is_verified_next() -> None:
     made.attach(["r"], 0, 100.001)
     text += [7]
     made.ended("r", text, 6, 100.0)
-    made.take_blocks("d0", [Block("r", 6, [], [Outcome(0, 7, [8, 9, 10, 11])])], 1e-3)
+    made.take_blocks("d0", [Block("r", 6, [], [Outcome(0, 7, [8, 9, 10, 11])])], 1e-3, 100.0)
     assert made.ask(100.01)["d0"][0].verifying == [8, 9, 10, 11]
     made.attach(["r"], 0, 100.011)
     text += [8, 9]
@@ -307,7 +326,7 @@ def test_nothing_is_left_of_a_draft_of_long_ago() -> None:
         items = all_asks(made, attached, now + 0.1).get("d0", [])
         if step == PROBE_STEPS - 3:
             blocks = [Block("r", item.base_len, item.verifying, [Outcome(0, 9, [9, 8, 8])]) for item in items]
-            made.take_blocks("d0", blocks, 1e-3)
+            made.take_blocks("d0", blocks, 1e-3, 100.0)
 
 
 def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> None:

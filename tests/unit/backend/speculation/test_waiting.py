@@ -1,5 +1,6 @@
 """A step waits, and drafters are asked, where that emits more per second."""
 
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -17,6 +18,7 @@ from backend.speculation.waiting import (
     Promises,
     StepLoad,
     Times,
+    bearable_s,
     goodputs,
     waiting_pays,
 )
@@ -215,7 +217,7 @@ def test_long_verifications_are_foreseen_less_often_than_short_ones() -> None:
     assert hits.rate(4, 4.0) == Foresight(4, 4).rate(4, 4), "what was never verified is hoped for"
 
 
-def test_outcomes_that_take_longer_than_the_step_come_too_late() -> None:
+def test_fewer_outcomes_are_asked_for_where_they_would_outlast_the_step() -> None:
     slow = Times(flat, flat, draft_s, lambda rows, k: rows * 1e-2)
     few = goodputs(StepLoad(4, NONE, GOOD, Foresight(8, 4)), slow)[Ask.AHEAD]
     many = goodputs(StepLoad(4, NONE, GOOD, Foresight(8, 4)), slow._replace(enumerate=at_once))[Ask.AHEAD]
@@ -223,30 +225,47 @@ def test_outcomes_that_take_longer_than_the_step_come_too_late() -> None:
     assert few.tokens_per_s < many.tokens_per_s
 
 
-def test_drafts_for_misses_are_shorter_where_steps_wait_for_slow_passes() -> None:
+@pytest.mark.parametrize(
+    ("pass_s", "miss_k", "gained"),
+    [
+        pytest.param(2.2e-3, 0, 0.0, id="steps go on without"),
+        pytest.param(3e-4, 2, 1.4, id="they wait for a short one"),
+        pytest.param(1e-5, 4, 2.0, id="they wait for a whole one"),
+    ],
+)
+def test_a_draft_for_a_miss_is_as_long_as_pays(pass_s: float, miss_k: int, gained: float) -> None:
     def passes(rows: float, k: int) -> float:
-        return 2.2e-3 * (k + 1) if rows else 0.0
-
-    def nearly(rows: float, k: int) -> float:
-        return 5.9e-3
+        return pass_s * (k + 1) if rows else 0.0
 
     long = Prospect((0.0, 1.0, 2.0, 3.0, 4.0), (0.0, 0.8, 1.4, 1.8, 2.0))
-    chosen = goodputs(StepLoad(16, NONE, long, seeing(0.7)), TIMES._replace(draft=passes, enumerate=nearly))[Ask.AHEAD]
-    assert (chosen.k, chosen.miss_k) == (4, 2)
-    # Seven in ten are hits, the others gain 1.4 tokens for three passes.
-    assert chosen.tokens_per_s == pytest.approx(16 * (1 + 0.7 * 2.0 + 0.3 * 1.4) / (6e-3 + 6.6e-3), rel=0.01)
-    quick = goodputs(StepLoad(16, NONE, long, seeing(0.7)), TIMES)[Ask.AHEAD]
-    assert quick.miss_k == quick.k == 4
+    times = TIMES._replace(draft=passes, enumerate=lambda rows, k: 5.9e-3)
+    chosen = goodputs(StepLoad(16, NONE, long, seeing(0.7)), times)[Ask.AHEAD]
+    assert (chosen.k, chosen.miss_k) == (4, miss_k)
+    # Seven in ten are hits.
+    waited_s = passes(1, miss_k) if miss_k else 0.0
+    assert chosen.tokens_per_s == pytest.approx(16 * (1 + 0.7 * 2.0 + 0.3 * gained) / (6e-3 + waited_s), rel=0.01)
 
 
-def test_drafts_for_a_miss_come_after_an_enumeration_that_outlasts_the_step() -> None:
+def test_drafts_made_ahead_count_by_their_own_worth() -> None:
+    useless = Prospect((0.0, *GOOD.tokens[1:]), (0.0,) * len(GOOD.gains))
+    offers = goodputs(StepLoad(4, NONE, GOOD, seeing(0.7), useless), TIMES)
+    alike = goodputs(StepLoad(4, NONE, GOOD, seeing(0.7), GOOD), TIMES)
+    assert offers[Ask.DRAFT] == alike[Ask.DRAFT]
+    assert offers[Ask.AHEAD].tokens_per_s < offers[Ask.DRAFT].tokens_per_s < alike[Ask.AHEAD].tokens_per_s
+
+
+def lasting(seconds: float, rows: float, k: int) -> float:
+    return seconds
+
+
+def test_an_enumeration_that_outlasts_the_step_is_waited_for_as_long_as_it_pays() -> None:
     load = StepLoad(4, NONE, GOOD, seeing(1.0))
-    in_time = goodputs(load, TIMES._replace(enumerate=lambda n, k: 6e-3))[Ask.AHEAD]
-    too_late = goodputs(load, TIMES._replace(enumerate=lambda n, k: 8e-3))[Ask.AHEAD]
-    assert in_time.tokens_per_s == pytest.approx(16 / 6e-3)
-    assert too_late.tokens_per_s == pytest.approx(
-        max(4 * (1 + GOOD.gains[k]) / (6e-3 + draft_s(4, k) + 2e-3) for k in range(1, 5))
-    )
+    for enumerated_s in (6e-3, 8e-3):
+        times = TIMES._replace(enumerate=partial(lasting, enumerated_s))
+        chosen = goodputs(load, times)[Ask.AHEAD]
+        assert chosen.tokens_per_s == pytest.approx(16 / enumerated_s)
+        # Drafts bring three tokens, so a step of 24 ms in all would be no faster than three without.
+        assert bearable_s(load, chosen, times) == pytest.approx(enumerated_s + 3 * 6e-3)
 
 
 def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() -> None:

@@ -122,7 +122,7 @@ def greet(service: DrafterService, ring: object) -> wire.Welcome:
 def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     rows = torch.randn(5, HEAD.hidden, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
     opening = wire.Open("a", 6, [1, 2, 3, 4, 5, 6], 5)
-    request = wire.encode(wire.Next([wire.NextItem("a", 6, 4, [], 0)]))
+    request = wire.encode(wire.Next([wire.NextItem("a", 6, 4, [], 0, fresh_k=4)]))
     plain, ringed = drafter(tmp_path / "a"), drafter(tmp_path / "b")
     assert not greet(plain, None).ring
     writer = RingWriter(4096)
