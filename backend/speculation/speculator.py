@@ -81,10 +81,8 @@ class Speculator:
         """Seconds of the last step; since the last choice: tokens emitted, and requests times seconds, summed."""
         self.is_deferring, self._blocks_by = False, 0.0
         """Whether `ask` waits for outcomes that were drafted ahead and have not come, and until when it would."""
-        self._began = 0.0
-        """When the latest step began."""
-        self._came = False
-        """Whether drafts came, or became of use, since the last step began."""
+        self._began, self._came = 0.0, False
+        """When the latest step began, and whether drafts came, or became of use, since then."""
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
@@ -310,7 +308,8 @@ class Speculator:
                 fresh_k = min(k, choice.miss_k) if outcomes and choice.ask == Ask.AHEAD and not self._probing else k
                 item = NextItem(request.id, length, k, verifying, outcomes, floor, fresh_k)
                 asks.setdefault(drafter_id, []).append(item)
-                self.questions.asked(request, length, drafter_id, now, awaited=item.is_fresh)
+                if not verifying:
+                    self.questions.asked(request, length, drafter_id, now, awaited=item.is_fresh)
         if asks and choice.ask == Ask.AHEAD and not self.questions.down():
             self._blocks_by = now + min(bearable_s(self.load, choice, self._times), self.questions.longest_wait_s)
         return asks
