@@ -20,10 +20,13 @@ class Emptying:
         """The different states of the verifier's counters that were seen since all gateways have known."""
 
     def is_over(self, snapshot: FleetSnapshot, now: float) -> bool:
-        """Whether the member may be ended without losing work; True for a member that is already gone."""
+        """Whether the member may be ended without losing work; True for a lost one.
+
+        False if the snapshot lacks it: a coordinator that was just started does not know its members yet.
+        """
         view = snapshot.view(self._member_id)
         if view is None or view.member.state == "lost":
-            return True
+            return view is not None
         if view.member.kind == "drafter":
             return self._is_unassigned(snapshot, now)
         gateways = [each for each in snapshot.members if each.member.kind == "gateway" and each.member.state == "ready"]

@@ -147,7 +147,7 @@ class Operator:
 
     def _empty(self, operation: Operation, member_id: str) -> None:
         """Drains a member; returns when it has nothing left to do, or with `force` at the operation's deadline."""
-        self._own(member_id)
+        member = self._own(member_id)
         self._tell(f"draining {member_id}")
         migrate_after_s = 0.0 if operation.migrate else operation.deadline_s
         self._patiently(lambda: self._coordinator.drain(member_id, migrate_after_s))
@@ -156,6 +156,8 @@ class Operator:
         while True:
             snapshot = self._patiently(self._remind)
             if emptying.is_over(snapshot, time.monotonic()) or (operation.force and time.monotonic() > deadline):
+                return
+            if snapshot.view(member_id) is None and member.death() is not None:
                 return
             self._tell(f"draining {member_id}: {emptying.requests(snapshot)} requests left")
             if self._stopping.wait(POLL_S):

@@ -33,9 +33,9 @@ def test_a_verifier_is_empty_when_its_gateways_know_and_it_has_twice_said_so_sin
         assert emptying.requests(snapshot) == running + waiting
 
 
-def test_a_verifier_that_never_reported_is_not_taken_for_empty_but_one_that_is_gone_is() -> None:
+def test_a_verifier_that_is_not_known_or_never_reported_is_not_taken_for_empty_but_a_lost_one_is() -> None:
     silent = MemberView(Member("v0", "verifier", "i", "", "", "n", 1, "m", "draining"), 0.1)
-    for views, is_over in (([silent], False), ([view("v0", "verifier", "lost")], True), ([], True)):
+    for views, is_over in (([silent], False), ([view("v0", "verifier", "lost")], True), ([], False)):
         assert Emptying("v0", 1).is_over(fleet(*views), 0.0) == is_over
     assert Emptying("v0", 1).requests(fleet()) == 0
 

@@ -1,6 +1,8 @@
 """Operations: what one that cannot be carried out says, and what one leaves behind; and how lost members come back."""
 
+import itertools
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,11 +24,17 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backend.launch.operator.POLL_S", 0.0)
 
 
-def fleet_of(*members: str, **fields: Any) -> Mock:
-    return Mock(members={name: Mock(death=Mock(return_value=None)) for name in members}, **fields)
+NOBODY = itertools.repeat(FleetSnapshot(1, [], [], {}))
 
 
-def carried_out(fleet: Mock, *operations: Operation, lost: int | None = None) -> list[Operation]:
+def fleet_of(*members: str, death: str | None = None, **fields: Any) -> Mock:
+    """A launcher with these members.  `death`: what their processes died of, if they did."""
+    return Mock(members={name: Mock(death=Mock(return_value=death)) for name in members}, **fields)
+
+
+def carried_out(
+    fleet: Mock, *operations: Operation, lost: int | None = None, snapshots: Iterator[FleetSnapshot] = NOBODY
+) -> list[Operation]:
     """How the operations end, as the coordinator hears it.  It is away when the one of the number `lost` ends."""
     ended: list[Operation] = []
     over = threading.Event()
@@ -42,7 +50,7 @@ def carried_out(fleet: Mock, *operations: Operation, lost: int | None = None) ->
                 raise CoordinatorUnavailable("away")
         return None
 
-    fleet.coordinator = Mock(progress=progress, snapshot=lambda: FleetSnapshot(1, [], [], {}))
+    fleet.coordinator = Mock(progress=progress, snapshot=lambda: next(snapshots))
     with ExitStack() as fleet.ending:
         Operator(fleet, lambda line: None).start()
         assert over.wait(120)
@@ -62,14 +70,29 @@ def test_members_of_another_launcher_are_left_alone_and_an_end_that_cannot_be_to
 
 def test_the_name_of_a_removed_member_is_free_of_its_drain() -> None:
     """`add` may use the name again."""
-    fleet = fleet_of("verifier-1")
+    fleet = fleet_of("verifier-1", death="ValueError: no GPU")
     carried_out(fleet, Operation(7, "remove", ["verifier-1"]))
     done = [(name, arguments[0]) for name, arguments, _ in fleet.mock_calls if name.endswith(("drain", "end", "resume"))]
     assert done == [("coordinator.drain", "verifier-1"), ("end", "verifier-1"), ("coordinator.resume", "verifier-1")]
 
 
+def test_a_running_member_is_not_ended_because_a_restarted_coordinator_does_not_know_it_yet() -> None:
+    fleet = fleet_of("verifier-1")
+    member = Member("verifier-1", "verifier", "i", "", "", "n", 1, "m", "lost")
+    seen: list[int] = []
+
+    def snapshots() -> Iterator[FleetSnapshot]:
+        for count in range(4):
+            seen.append(len(fleet.end.mock_calls))
+            yield FleetSnapshot(1, [MemberView(member, 0.1)] if count == 3 else [], [], {})
+
+    carried_out(fleet, Operation(7, "remove", ["verifier-1"]), snapshots=itertools.chain(snapshots(), NOBODY))
+    assert seen == [0] * 4
+    fleet.end.assert_called_once_with("verifier-1")
+
+
 def test_a_member_that_could_not_be_restarted_gets_work_when_it_is_back() -> None:
-    fleet = fleet_of("verifier-1", wait_ready=Mock(side_effect=LaunchError("no GPU")))
+    fleet = fleet_of("verifier-1", death="RuntimeError", wait_ready=Mock(side_effect=LaunchError("no GPU")))
     (ended,) = carried_out(fleet, Operation(7, "restart", ["verifier-1"]))
     assert (ended.state, ended.note) == ("failed", "no GPU")
     fleet.coordinator.resume.assert_called_once_with("verifier-1")
