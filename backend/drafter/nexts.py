@@ -2,7 +2,8 @@
 
 A `Next` and the `Round` that makes its request `base_len` long travel on two sockets, so either may come first.  An item is
 *held* until its request has that length.  Then it is *due*: for a fresh draft or, if it names a draft under verification, for
-the enumeration of its outcomes.  It is dropped when a newer one for its request comes, or when the request grows beyond it.
+the enumeration of its outcomes.  It is dropped when a newer one for its request comes.  Its answer is empty if the request has
+grown beyond it, or nothing can be drafted for it: the verifier may wait for one.
 """
 
 from collections.abc import Sequence
@@ -51,13 +52,11 @@ class Nexts:
         """Takes an item; `length` is its request's present one, None when the request is unknown."""
         key, base_len = wanted.key, wanted.item.base_len
         self._take(key)
-        if self._strangers.get(key, 0) >= base_len:
-            self._arrive(wanted, known=False)
-        elif length is None or length < base_len:
+        if (length is None or length < base_len) and self._strangers.get(key, 0) < base_len:
             # An unknown request's `Open` may be on the way, unless a `Commit` has come for it and found no such request.
             self._held[key] = wanted
-        elif length == base_len:
-            self._arrive(wanted)
+        else:
+            self._arrive(wanted, length or 0)
 
     def reached(self, key: Key, base_len: int, now: float, known: bool = True) -> None:
         """A round that came at `now` has made the request `base_len` tokens long.
@@ -71,8 +70,8 @@ class Nexts:
         wanted = self._take(key)
         if wanted is not None and wanted.item.base_len > base_len:
             self._held[key] = wanted
-        elif wanted is not None and wanted.item.base_len == base_len:
-            self._arrive(replace(wanted, since=max(wanted.since, now)), known)
+        elif wanted is not None:
+            self._arrive(replace(wanted, since=max(wanted.since, now)), base_len)
 
     def forget(self, key: Key) -> None:
         self._strangers.pop(key, None)
@@ -83,10 +82,9 @@ class Nexts:
         return [self._due.pop(each.key) for each in list(self._due.values()) if each.item.is_fresh]
 
     def drafted(self, wanted: Wanted, tokens: list[int], now: float) -> None:
-        """A fresh draft was made: now its outcomes are due, if they are asked for."""
-        if tokens and wanted.item.outcomes:
-            item = msgspec.structs.replace(wanted.item, verifying=tokens)
-            self._due[wanted.key] = replace(wanted, item=item, since=now)
+        """A fresh draft was made: now its outcomes are due, if they are asked for; of an empty one, the next token's."""
+        if wanted.item.outcomes:
+            self._due[wanted.key] = replace(wanted, item=_enumerated(wanted.item, tokens), since=now)
 
     def take_outcomes(self, most: int) -> list[Wanted]:
         """Takes the other due items, longest waiting first: at least one, and no more than have `most` outcomes together."""
@@ -101,10 +99,16 @@ class Nexts:
             del self._due[wanted.key]
         return taken
 
-    def _arrive(self, wanted: Wanted, known: bool = True) -> None:
-        # A fresh draft is due even if nothing can be drafted: the answer is empty.
-        if known or wanted.item.is_fresh:
+    def _arrive(self, wanted: Wanted, length: int) -> None:
+        if length <= wanted.item.base_len:
             self._due[wanted.key] = wanted
+        elif wanted.item.outcomes:
+            self._due[wanted.key] = replace(wanted, item=_enumerated(wanted.item, wanted.item.verifying))
 
     def _take(self, key: Key) -> Wanted | None:
         return self._due.pop(key, None) or self._held.pop(key, None)
+
+
+def _enumerated(item: NextItem, verifying: list[int]) -> NextItem:
+    """The item, with a fresh draft no longer asked for: outcomes of `verifying` alone."""
+    return msgspec.structs.replace(item, verifying=verifying, fresh_k=0)

@@ -112,7 +112,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
 
     def ask(self, now: float) -> dict[str, list[NextItem]]:
         """What each drafter should draft next for the requests whose step has ended."""
-        asks = self.speculator.ask(now)
+        asks = self.speculator.ask(now, may_wait=self._pause_state == PauseState.UNPAUSED)
         for drafter_id, items in asks.items():
             ahead = [item for item in items if item.outcomes]
             if ahead:

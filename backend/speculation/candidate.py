@@ -110,6 +110,12 @@ class Request:
     offered: Candidate | None = None
     """The best draft when the running step began, verified or not; None until it has."""
 
+    def drop_drafts(self) -> None:
+        """Forgets its drafts, and those it was to have."""
+        self.candidate = self.looked_up = self.block = self.verified = None
+        self.outcomes = 0
+        self.overdue.clear()
+
 
 def begun(requests: Iterable[Request]) -> list[Request]:
     """Those that a step has added tokens to."""

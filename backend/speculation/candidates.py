@@ -153,10 +153,10 @@ class Candidates:
             request.block = drafter_id, block, draft_s
         return taken
 
-    def look_up(self, began: Mapping[Request, int], *, counts: bool) -> None:
+    def look_up(self, began: Mapping[Request, int], floor: float, *, counts: bool) -> None:
         """Makes available the drafts made ahead for the outcomes that came.  `counts`: count hits.
 
-        `began`: each request's length before the step that ended.
+        `began`: each request's length before the step that ended; `floor`: as for `take_fresh`.
         """
         hits: list[_Given] = []
         for request, base_len in began.items():
@@ -176,9 +176,11 @@ class Candidates:
                 if counts:
                     tokens = request.verified_length if request.verified is not None else 0
                     self._foreseen.append((rank, request.outcomes, tokens))
-        for (request, *_), candidate in zip(hits, self._checked(hits), strict=True):
+        for (request, _, outcome, _), candidate in zip(hits, self._checked(hits), strict=True):
             if candidate is not None:
                 self._take(request, candidate, len(request.text))
+            elif not outcome.tokens:
+                self._compare(request, "ahead", [floor], floor)
 
     def best(self, known: Iterable[Request]) -> list[Candidate | None]:
         """The best draft for each request's present length, from a drafter or a look-up."""

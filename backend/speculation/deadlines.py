@@ -72,12 +72,23 @@ class Questions:
         self._health[drafter_id] = DrafterHealth()
         self.pending = {r: p for r, p in self.pending.items() if p.drafter_id != drafter_id}
 
+    def expects(self, drafter_ids: Iterable[str], now: float) -> None:
+        """Notes that these drafters were asked for something: until they answer, they count as silent."""
+        for drafter_id in drafter_ids:
+            health = self._health[drafter_id]
+            if health.silent_since is None:
+                health.silent_since = now
+
+    def heard(self, drafter_id: str) -> None:
+        """Notes that it has answered something."""
+        if (health := self._health.get(drafter_id)) is not None:
+            health.misses, health.silent_since = 0, None
+
     def asked(self, request: Request, base_len: int, drafter_id: str, now: float, *, awaited: bool = True) -> None:
         """Notes that a draft was asked for.  If it is `awaited`, steps wait unless the drafter's circuit breaker is open."""
+        self.expects((drafter_id,), now)
         health = self._health[drafter_id]
         question = Question(drafter_id, base_len, now, now + health.round_trip.deadline_s(self.longest_wait_s))
-        if health.silent_since is None:
-            health.silent_since = now
         if health.is_down or not awaited:
             _note_overdue(request, question)
         else:

@@ -121,8 +121,10 @@ class Preference:
         head = self._choose(adapter, session)
         return Pairing(key, head), self._scores[adapter][head]
 
-    def finish(self, pairing: Pairing) -> None:
+    def finish(self, pairing: Pairing | None) -> None:
         """A request with this pairing is over."""
+        if pairing is None:
+            return
         self._together[pairing.key] -= 1
         if not self._together[pairing.key]:
             del self._together[pairing.key]

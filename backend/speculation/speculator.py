@@ -131,6 +131,7 @@ class Speculator:
 
     def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float, now: float) -> None:
         """Takes outcomes that a drafter has drafted ahead."""
+        self.questions.heard(drafter_id)
         for request, block in self.candidates.take_blocks(drafter_id, blocks, draft_s):
             self.questions.answered(drafter_id, request, block.base_len, now)
         if self._is_telling and (rows := sum(len(block.outcomes) for block in blocks)):
@@ -161,17 +162,15 @@ class Speculator:
     def release(self, request: Request) -> None:
         """The request is preempted: none of its drafts is verified for a while."""
         self.questions.stop_waiting([request])
-        request.overdue.clear()
         self._ended.pop(request, None)
-        request.candidate = request.looked_up = request.block = request.verified = None
+        request.drop_drafts()
 
     def finish(self, request: Request) -> None:
         """The request is over."""
         self.release(request)
         self._unlearned.pop(request, None)
         self.candidates.finish(request)
-        if request.pairing is not None:
-            self.preference.finish(request.pairing)
+        self.preference.finish(request.pairing)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -262,17 +261,18 @@ class Speculator:
         self._ranking.forget()
         return self._ranking.gain(spent)
 
-    def ask(self, now: float) -> dict[str, list[NextItem]]:
-        """What each drafter, by id, is to draft for the requests whose step has ended."""
+    def ask(self, now: float, may_wait: bool = True) -> dict[str, list[NextItem]]:
+        """What each drafter, by id, is to draft for the requests whose step has ended.  It may defer that if it `may_wait`."""
         choice, asks, self.is_deferring = self.choice, dict[str, list[NextItem]](), False
         of_all = choice.ask != Ask.PLAIN or self._probing
         if self._drafter_ids and (of_all or self.candidates.forced):
-            self.is_deferring = now < self._blocks_by and any(lacks_block(each, n) for each, n in self._ended.items())
+            may_wait &= now < self._blocks_by
+            self.is_deferring = may_wait and any(lacks_block(each, n) for each, n in self._ended.items())
             if self.is_deferring:
                 return {}
             self._asked_ahead = self.outcomes > 0
             began = self._ended if of_all else {each: n for each, n in self._ended.items() if each.ask is not None}
-            self.candidates.look_up(began, counts=self._is_telling)
+            self.candidates.look_up(began, self._floor, counts=self._is_telling)
             self._came = self._came or any(each.candidate is not None for each in began)
             asks = self._ask_for(began, now)
         if choice.ask == Ask.PLAIN and not self.candidates.forced:
@@ -310,6 +310,7 @@ class Speculator:
                 asks.setdefault(drafter_id, []).append(item)
                 if not verifying:
                     self.questions.asked(request, length, drafter_id, now, awaited=item.is_fresh)
+        self.questions.expects(asks, now)
         if asks and choice.ask == Ask.AHEAD and not self.questions.down():
             self._blocks_by = now + min(bearable_s(self.load, choice, self._times), self.questions.longest_wait_s)
         return asks

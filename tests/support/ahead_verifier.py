@@ -47,15 +47,15 @@ class AheadVerifier:
     def receive_round(self, *items: wire.Open | wire.Commit | wire.Close) -> None:
         assert self.service.receive(self.features, self.frames(*items)) == []
 
-    def receive_next(self, *items: wire.NextItem) -> None:
-        assert self.service.receive(self.drafts, [wire.encode(wire.Next(list(items)))]) == []
+    def receive_next(self, *items: wire.NextItem, chance_weights: Sequence[list[float]] = ()) -> None:
+        assert self.service.receive(self.drafts, [wire.encode(wire.Next(list(items), list(chance_weights)))]) == []
 
     def round(self, *items: wire.Open | wire.Commit | wire.Close) -> list[wire.ToVerifier]:
         self.receive_round(*items)
         return self.work()
 
-    def next(self, *items: wire.NextItem) -> list[wire.ToVerifier]:
-        self.receive_next(*items)
+    def next(self, *items: wire.NextItem, chance_weights: Sequence[list[float]] = ()) -> list[wire.ToVerifier]:
+        self.receive_next(*items, chance_weights=chance_weights)
         return self.work()
 
     def step(self) -> list[wire.ToVerifier]:

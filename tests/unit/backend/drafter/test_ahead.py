@@ -1,5 +1,6 @@
 """The mode `ahead`: wishes before and after their rounds, due at their length only, fresh drafts first."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +8,8 @@ from hypothesis import strategies as st
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.nexts import Nexts, Wanted
 from backend.drafter.service import DrafterService
-from backend.wire.drafting import Ahead, Commit, Draft, Drafts, NextItem, Open, ToVerifier
+from backend.speculation.chances import Rule
+from backend.wire.drafting import Ahead, Block, Commit, Draft, Drafts, NextItem, Open, ToVerifier
 from tests.support.ahead_verifier import AheadVerifier, Clock, blocks_of, drafts_of, opening
 from tests.support.properties import examples
 
@@ -76,12 +78,37 @@ def test_a_wish_for_an_unknown_request_is_answered_empty(service: DrafterService
     verifier = AheadVerifier(service)
     # Its opening may be on the way: nothing is said until a round shows that it is not.
     assert verifier.next(NextItem("ghost", 9, 4, [], 8, fresh_k=4)) == []
-    assert drafts_of(verifier.round(Commit("ghost", 9, [1], 1))) == [Draft("ghost", 9, [])]
+    messages = verifier.round(Commit("ghost", 9, [1], 1))
+    assert (drafts_of(messages), blocks_of(messages)) == ([Draft("ghost", 9, [])], [Block("ghost", 9, [], [])])
     assert verifier.round(Commit("ghost", 10, [1], 1)) == []
-    assert drafts_of(verifier.next(NextItem("ghost", 10, 4, [], 8, fresh_k=4))) == [Draft("ghost", 10, [])]
-    assert verifier.next(NextItem("ghost", 10, 4, [1], 8)) == []
+    assert drafts_of(verifier.next(NextItem("ghost", 10, 4, [], 0, fresh_k=4))) == [Draft("ghost", 10, [])]
+    for verifying in ([], [1]):
+        assert verifier.next(NextItem("ghost", 10, 4, verifying, 8)) == [Ahead(0, [Block("ghost", 10, verifying, [])])]
     assert verifier.next(NextItem("ghost", 11, 4, [], 0, fresh_k=4)) == []
     assert len(drafts_of(verifier.round(opening("ghost", [1] * 11)))[0].tokens) == 4
+
+
+def test_outcomes_of_a_text_that_has_gone_on_are_answered_empty(service: DrafterService) -> None:
+    """The verifier may wait for them."""
+    verifier = AheadVerifier(service)
+    verifier.round(opening("a"), opening("b", [7, 8, 9]))
+    verifier.receive_next(NextItem("a", 6, 4, [1, 2], 8), NextItem("b", 3, 4, [], 8, fresh_k=4))
+    verifier.receive_round(Commit("a", 7, [5], 1), Commit("b", 4, [5], 1))
+    messages = verifier.work()
+    assert drafts_of(messages) == [], "it would say that the drafter had no draft"
+    assert blocks_of(messages) == [Block("a", 6, [1, 2], []), Block("b", 3, [], [])]
+    assert blocks_of(verifier.next(NextItem("a", 6, 4, [1], 8))) == [Block("a", 6, [1], [])], "nor may it come too late"
+    assert verifier.next(NextItem("a", 6, 4, [], 0, fresh_k=4)) == []
+
+
+def test_behind_an_empty_fresh_draft_the_next_tokens_outcomes_are_drafted(service: DrafterService) -> None:
+    verifier = AheadVerifier(service)
+    verifier.round(opening("a"))
+    no_chance = [[0.0, 0.0, -9.0]] * len(Rule)
+    messages = verifier.next(NextItem("a", 6, 4, [], 3, floor=0.5, fresh_k=4), chance_weights=no_chance)
+    assert drafts_of(messages) == [Draft("a", 6, [])]
+    (block,) = blocks_of(messages)
+    assert (block.base_len, block.verifying, [each.accepted for each in block.outcomes]) == (6, [], [0] * 3)
 
 
 def test_outcomes_are_enumerated_in_bounded_batches(monkeypatch: pytest.MonkeyPatch, service: DrafterService) -> None:
@@ -102,19 +129,17 @@ def test_the_latest_item_is_due_once_and_only_at_its_length(events: list[tuple[s
     latest: NextItem | None = None
     for at, (what, value) in enumerate(events):
         if what in ("want", "fresh"):
-            latest = NextItem("r", value, 4, [1] if what == "want" else [], 0, fresh_k=4)
+            latest = NextItem("r", value, 4, [1] if what == "want" else [], 2, fresh_k=4)
             nexts.want(Wanted(key, latest, float(at)), length)
-            if value < (length or 0) or (what == "want" and length is None and value <= lost):
-                latest = None
+            if value < (length or 0):
+                latest = msgspec.structs.replace(latest, fresh_k=0)
         elif what == "round" or (what == "lost" and length is None):
             known = what == "round"
             if latest and latest.base_len < value:
-                latest = None
-            if latest and latest.base_len == value and latest.verifying and not known:
-                latest = None
+                latest = msgspec.structs.replace(latest, fresh_k=0)
             nexts.reached(key, value, float(at), known)
             length, lost = (value, 0) if known else (None, value)
-            assert nexts.is_due == (latest is not None and latest.base_len == value)
+            assert nexts.is_due == (latest is not None and latest.base_len <= value)
         elif what == "close":
             length = latest = None
             lost = 0
@@ -123,5 +148,6 @@ def test_the_latest_item_is_due_once_and_only_at_its_length(events: list[tuple[s
             due = nexts.is_due
             found = [each.item for each in (*nexts.take_fresh(), *nexts.take_outcomes(8))]
             assert found == ([latest] if due else [])
-            assert all(item.base_len == length or (length is None and item.base_len <= lost) for item in found)
+            assert all(item.base_len <= (lost if length is None else length) for item in found)
+            assert all(item.base_len >= (length or 0) for item in found if item.fresh_k), "none is for an older text"
             latest = None if found else latest

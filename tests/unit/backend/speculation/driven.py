@@ -102,6 +102,7 @@ class Drafter:
 
     right: float
     draft_s: float = 1e-3
+    """Seconds for a draft of `K` tokens; each takes the same time."""
     silent: bool = False
 
 
@@ -142,7 +143,10 @@ class Driven:
     def __post_init__(self) -> None:
         self.truth = {f"r{i}": self._text() for i in range(self.requests)}
         self.texts = {name: truth[:20] for name, truth in self.truth.items()}
-        self.arriving: list[tuple[float, list[NextItem]]] = []
+        self.arriving: list[tuple[float, float, list[NextItem], bool]] = []
+        """When answers come, the drafter's time for them, and what they answer: with fresh drafts, or outcomes."""
+        self.drafts: dict[str, list[int]] = {}
+        """The latest fresh drafts."""
         for name, text in self.texts.items():
             self.speculator.ended(name, text, len(text) - 1, self.now)
         self._deliver(all_asks(self.speculator, Attached(), self.now))
@@ -162,7 +166,7 @@ class Driven:
         began = self.now
         self._receive()
         while (until := self.speculator.hold(list(self.texts), 0, self.now)) is not None and until > self.now:
-            self.now = min([until, *(at for at, _ in self.arriving if at > self.now)])
+            self.now = min([until, *(at for at, *_ in self.arriving if at > self.now)])
             self._receive()
             self._deliver(self.speculator.ask(self.now))
         self.steps += 1
@@ -195,23 +199,28 @@ class Driven:
         return Turn(attached, asks.get("d0", []), waited_s, accepted, is_early)
 
     def _deliver(self, asks: dict[str, list[NextItem]]) -> None:
-        if not self.drafter.silent and asks.get("d0"):
-            self.arriving.append((self.now + self.drafter.draft_s, asks["d0"]))
+        at, items = self.now, asks.get("d0", []) if not self.drafter.silent else []
+        fresh, ahead = [item for item in items if item.is_fresh], [item for item in items if item.outcomes]
+        for each, is_fresh in (fresh, True), (ahead, False):
+            if each:
+                passes = max(item.fresh_k if is_fresh else 1 + item.k for item in each)
+                took_s = self.drafter.draft_s * passes / K
+                at += took_s
+                self.arriving.append((at, took_s, each, is_fresh))
 
     def _receive(self) -> None:
         came = [each for each in self.arriving if each[0] <= self.now]
         self.arriving = [each for each in self.arriving if each[0] > self.now]
-        for _, items in came:
-            fresh = [item for item in items if not item.verifying]
-            drafts = [
-                Draft(each.request_id, each.base_len, *self._tokens(each.request_id, each.base_len, each.k)) for each in fresh
-            ]
-            waits = [waited for _, waited in self.speculator.arrived("d0", drafts, self.drafter.draft_s, self.now)]
-            if fresh and (longest := max((waited for waited in waits if waited is not None), default=0.0)):
-                self.speculator.timed(len(fresh), K, self.drafter.draft_s, 0.0, longest, self.now)
-            self.speculator.take_blocks(
-                "d0", [self._block(item) for item in items if item.outcomes], self.drafter.draft_s, self.now
-            )
+        for _, took_s, items, is_fresh in came:
+            if not is_fresh:
+                blocks = [self._block(item) for item in items]
+                self.speculator.take_blocks("d0", blocks, took_s, self.now)
+                continue
+            drafts = [Draft(i.request_id, i.base_len, *self._tokens(i.request_id, i.base_len, i.fresh_k)) for i in items]
+            self.drafts |= {draft.request_id: draft.tokens for draft in drafts}
+            waits = [waited for _, waited in self.speculator.arrived("d0", drafts, took_s, self.now)]
+            if longest := max((waited for waited in waits if waited is not None), default=0.0):
+                self.speculator.timed(len(items), max(item.fresh_k for item in items), took_s, 0.0, longest, self.now)
 
     def _tokens(self, name: str, at: int, k: int) -> tuple[list[int], list[float]]:
         """Draft tokens and signs for the text at length `at`."""
@@ -221,7 +230,8 @@ class Driven:
 
     def _block(self, item: NextItem) -> Block:
         """A block of outcomes drafted ahead; with chance `right` it contains the true outcome."""
-        name, n, verifying = item.request_id, item.base_len, item.verifying
+        name, n = item.request_id, item.base_len
+        verifying = self.drafts[name] if item.is_fresh else item.verifying
         true = self.truth[name][n : n + len(verifying) + 1]
         kept = next((i for i, token in enumerate(verifying) if token != true[i]), len(verifying))
         outcomes = [Outcome(0, (true[0] + 2) % VOCAB, [1] * item.k, [0.0] * (2 * item.k))]

@@ -84,15 +84,16 @@ def test_what_is_not_verified_is_learned_from(monkeypatch: pytest.MonkeyPatch) -
     assert observed == [(1, 2)], "seven was right, nine was not"
 
 
-def test_a_preempted_request_is_asked_for_anew() -> None:
-    made, text = one()
-    made.arrived("d0", [Draft("r", 6, [7, 8], [8.0] * 4)], 1e-3, 100.01)
+@pytest.mark.parametrize("mode", ["sync", "ahead"])
+def test_a_preempted_request_is_asked_for_anew_and_waits_for_nothing_older(mode: str) -> None:
+    made, text = one(mode)
+    made.arrived("d0", [Draft("r", 6, [7, 8], [8.0] * 4)], 1e-4, 100.0001)
     made.release("r")
-    assert made.attach([], 0, 100.02).tokens == {}
+    assert made.attach([], 0, 100.0002).tokens == {}
     text.append(7)
-    made.ended("r", text, 6, 100.0)
-    assert [item.base_len for item in made.ask(100.03)["d0"]] == [7]
-    assert made.attach(["r"], 0, 100.04).tokens == {}
+    made.ended("r", text, 6, 100.0003)
+    assert [item.base_len for item in made.ask(100.0003)["d0"]] == [7]
+    assert made.attach(["r"], 0, 100.0004).tokens == {}
 
 
 def test_a_drafter_may_have_nothing_to_say() -> None:
@@ -122,13 +123,17 @@ def test_a_drafter_is_not_as_slow_as_the_step_during_which_it_answers(began: flo
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_late_outcomes_are_waited_for_as_long_as_that_pays(comes: bool) -> None:
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_late_outcomes_are_waited_for_as_long_as_that_pays(comes: bool, may_wait: bool) -> None:
     made, text = one("ahead")
     made.arrived("d0", [Draft("r", 6, [7, 8])], 1e-4, 100.0001)
     made.attach(["r"], 0, 100.0001)
     made.stepped(1, 2, 2e-4, 0.0)
     text += [7, 8, 9]
     made.ended("r", text, 6, 100.0003)
+    if not may_wait:
+        assert made.ask(100.0003, may_wait)["d0"][0].verifying == []
+        return
     assert made.ask(100.0003) == {}
     until = made.hold(["r"], 0, 100.0003)
     assert until is not None
@@ -137,6 +142,19 @@ def test_late_outcomes_are_waited_for_as_long_as_that_pays(comes: bool) -> None:
         made.take_blocks("d0", [Block("r", 6, [7, 8], [Outcome(2, 9, [1, 2])])], 1e-4, 100.0004)
     (item,) = made.ask(100.0004 if comes else until)["d0"]
     assert (item.base_len, item.verifying) == (9, [1, 2] if comes else [])
+
+
+def test_outcomes_may_have_empty_drafts() -> None:
+    made, text = one("ahead")
+    expected = made.load.foreseen.gains[K]
+    made.arrived("d0", [Draft("r", 6, [7])], 1e-4, 100.0001)
+    made.attach(["r"], 0, 100.0001)
+    made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 9, [])])], 1e-4, 100.0002)
+    text += [7, 9]
+    made.ended("r", text, 6, 100.0003)
+    assert [item.verifying for item in made.ask(100.0003)["d0"]] == [[]]
+    made.set_drafters({"d0": ""})
+    assert made.load.foreseen.gains[K] < expected, "that counts, too"
 
 
 def settled(drafter: Drafter, steps: int = 200, **options: Any) -> tuple[Driven, list[Turn]]:
@@ -183,6 +201,24 @@ def test_a_drafter_that_falls_silent_is_soon_not_waited_for() -> None:
     driven.drafter.silent = True
     driven.run(RECOGNISED)
     assert sum(turn.waited_s for turn in driven.run(100)) < 0.05 * 100 * 5e-3
+
+
+def test_silence_is_noticed_where_requests_draft_from_their_own_texts_and_only_outcomes_are_asked_for() -> None:
+    made, text, now = speculator("ahead", lookups=True), [1, 2, 3] * 20, 100.0
+    asked: list[NextItem] = []
+    for step in range(40):
+        made.ended("r", text, len(text) - 1, now)
+        asked = made.ask(now + LONGEST_WAIT_S)["d0"]
+        if step > 20:
+            assert asked[0].verifying
+            made.take_blocks("d0", [Block("r", len(text), asked[0].verifying, [])], 1e-3, now)
+            assert made.questions.down() == []
+        made.learn()
+        now += 2 * LONGEST_WAIT_S
+        made.attach(["r"], 0, now)
+        text.append(text[-3])
+        if step == 20:
+            assert made.questions.down() == ["d0"]
 
 
 RECOGNISED = 50
