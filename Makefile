@@ -61,8 +61,14 @@ lint: setup-dev ## ruff, mypy and the import contracts
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
 
-bench-rollouts: setup-dev ## a long-tailed batch natively and disaggregated (ARGS="--output DIR"; 20 minutes)
-	@exec $(BIN)/python -m backend.lab.experiments.rollouts $(ARGS)
+TAIL := --trace rollouts/tail/train.0.parquet --fixed-responses --verifiers 2
+bench-rollouts: setup ## replay a long-tailed batch natively and disaggregated, in turn (20 minutes; writes rollouts/tail/)
+	@$(BIN)/outrider trace make stdlib --out rollouts/tail/train.0.parquet --limit 512 --n 4 --max-gen 2000
+	@for round in 0 1 2; do \
+	  $(BIN)/outrider rollout $(TAIL) --mode native --out rollouts/tail/native-$$round $(ARGS) && \
+	  $(BIN)/outrider rollout $(TAIL) --drafters 2 --out rollouts/tail/disaggregated-$$round $(ARGS) || exit; \
+	done
+	@grep tokens/s rollouts/tail/*/step0/round0/report.md
 
 bench-gateway: setup-dev ## measure what the gateway costs per chunk and request, beside vLLM's own API server (six minutes)
 	@exec $(BIN)/python -m tests.gateway_cost $(ARGS)

@@ -357,5 +357,8 @@ def _write(weights: Mapping[str, Any], file: Path) -> None:
         raise TypeError(
             f"{spread} is a DTensor, spread over devices: gather the state dict first, for example by full_tensor()"
         )
-    by_place = {(tensor.device, tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(list(weights.items()))}
+    by_place = {
+        (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()): name
+        for name, tensor in reversed(list(weights.items()))
+    }
     save_file({name: weights[name].detach().cpu().clone().contiguous() for name in by_place.values()}, str(file))

@@ -17,6 +17,11 @@ CONNECT_S = 10.0
 """Seconds for connecting.  Answers have no time limit."""
 
 
+def is_here(url: str) -> bool:
+    """Whether a gateway is on this machine, or not known yet: a proxy for the world outside knows nothing of it."""
+    return urlsplit(url).hostname in (None, "localhost", "127.0.0.1", "::1")
+
+
 class Connection:
     """The connection to one gateway.  `concurrency` bounds the requests at a time, `retries` how often one is sent again.
 
@@ -39,8 +44,7 @@ class Connection:
             # httpx looks at every idle connection for each request.  With 128 connections, a request took 30 ms of a core.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
             transport=transport,
-            # A proxy for the world outside knows nothing of this machine's fleets.
-            trust_env=urlsplit(url).hostname not in (None, "localhost", "127.0.0.1", "::1"),
+            trust_env=not is_here(url),
         )
 
     async def close(self) -> None:
@@ -59,7 +63,7 @@ class Connection:
         headers = {"X-Session-ID": session} if session else {}
         attempt = 0
         while True:
-            wait_s = min(0.25 * 2**attempt, LONGEST_WAIT_S)
+            wait_s = min(0.25 * 2 ** min(attempt, 16), LONGEST_WAIT_S)
             try:
                 answer = await self._http.request(method, self.url + path, json=body, headers=headers)
             except httpx.TransportError as error:

@@ -20,7 +20,8 @@ from backend.config.runtime import StateError
 from backend.config.sources import CommandError, ConfigError, Parser, Say
 from backend.launch import state
 from gateway.storage.batches import lines
-from gateway.storage.batches.objects import BatchLine, LineAnswer, again
+from gateway.storage.batches.lines import BatchLine, LineAnswer, again
+from outrider.connection import is_here
 
 CONCURRENCY = 32
 """Less than a gateway's default `max_in_flight`, so that other clients are served too."""
@@ -80,8 +81,12 @@ async def carry_out(gateway: GatewayAddress, source: Path, target: Path, concurr
     headers = {} if gateway.key is None else {"authorization": f"Bearer {gateway.key}"}
     limits = httpx.Limits(max_connections=concurrency)
     timeout = httpx.Timeout(None, connect=10.0)
+    # With a transport of its own, no proxy is asked.
+    transport = httpx.AsyncHTTPTransport(limits=limits) if is_here(gateway.url) else None
     with output:
-        async with httpx.AsyncClient(base_url=gateway.url, headers=headers, limits=limits, timeout=timeout) as http:
+        async with httpx.AsyncClient(
+            base_url=gateway.url, headers=headers, limits=limits, timeout=timeout, transport=transport
+        ) as http:
             await _greet(http)
             requests = (each for each in _requests(source) if each.custom_id not in done)
             reported_at = time.monotonic()
@@ -124,7 +129,7 @@ async def _answer(http: httpx.AsyncClient, line: BatchLine) -> LineAnswer:
             after = 0.0
         else:
             since = since or time.monotonic()
-            if not again(response.status_code, response.headers) or time.monotonic() - since > PATIENCE_S:
+            if not again(response.status_code, response.headers, response.content) or time.monotonic() - since > PATIENCE_S:
                 return LineAnswer(line.custom_id, response.status_code, _json(response.content), request_id)
             after = _seconds(response.headers.get("retry-after"))
         await asyncio.sleep(max(after, random.uniform(0.5, 1) * wait_s))

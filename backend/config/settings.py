@@ -299,3 +299,9 @@ class Settings(Section):
     records: RecordsSettings = Field(default_factory=RecordsSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     ray: RaySettings = Field(default_factory=RaySettings)
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value

@@ -223,7 +223,8 @@ def read_yaml(file: Path) -> dict[KeyPath, Given]:
 def _flatten(tree: Any, path: KeyPath, file: Path, into: dict[KeyPath, Given]) -> None:
     known = [leaf for leaf, _ in leaves()]
     if path in known:
-        into[path] = Given(tree, f"{file}: {'.'.join(path)}")
+        origin = f"{file}: {'.'.join(path)}"
+        into[path] = Given(_secret(tree, path, origin) or tree, origin)
         return
     if not isinstance(tree, dict):
         where = f"{file}: {'.'.join(path)}" if path else str(file)
@@ -252,12 +253,9 @@ def _types(info: FieldInfo) -> tuple[Any, ...]:
 
 
 def _given(text: str, path: KeyPath, info: FieldInfo, origin: str) -> Given:
-    """A value that was given as text.  A secret may be given as `@FILE`, since everyone on the machine can read flags."""
-    if path in SECRETS and text.startswith("@"):
-        try:
-            text = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{origin}: {text[1:]} cannot be read") from error
+    """A value that was given as text."""
+    if secret := _secret(text, path, origin):
+        return Given(secret, origin)
     kinds = _types(info)
     if type(None) in kinds and text.lower() in {"none", "null", ""}:
         return Given(None, origin)
@@ -267,6 +265,19 @@ def _given(text: str, path: KeyPath, info: FieldInfo, origin: str) -> Given:
         except ValueError as error:
             raise ConfigError(f"{origin}: expected JSON, such as '{{\"key\": 1}}': {error}") from error
     return Given(text, origin)
+
+
+def _secret(value: Any, path: KeyPath, origin: str) -> str | None:
+    """A secret that was given as `@FILE`, since everyone on the machine can read flags; None: not given so."""
+    if path not in SECRETS or not isinstance(value, str) or not value.startswith("@"):
+        return None
+    try:
+        found = Path(value[1:]).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{origin}: {value[1:]} cannot be read") from error
+    if not found:
+        raise ConfigError(f"{origin}: {value[1:]} is empty")
+    return found
 
 
 def _metavar(info: FieldInfo) -> str:

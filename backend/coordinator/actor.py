@@ -21,10 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from backend.config import REMOTE_MODES, Settings
 from backend.coordinator.administration import Administration
 from backend.coordinator.commands import Answer, AnyCommand
-from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo, Report
+from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Operation, Orders, VerifierStats
-from backend.transport import ServerKeys
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +34,7 @@ START_TIMEOUT_S = 60.0
 
 
 class CoordinatorActor:
-    """The policy with a real clock; see `CoordinatorHandle` for the methods."""
+    """The policy with a real clock."""
 
     def __init__(self, info: FleetInfo) -> None:
         self._info = info
@@ -45,47 +44,93 @@ class CoordinatorActor:
         drain_s = settings.gateway.drain_s
         self._administration = Administration(self._policy, drain_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
 
-    def register(self, member: Member) -> ServerKeys | None:
+    def register(self, member: Member) -> None:
+        """Joins the fleet, perhaps again."""
         self._policy.register(member, time.monotonic())
-        return self._info.fleet_keys
 
-    def report(self, sent: Report) -> Orders:
-        return self._policy.report(sent, time.monotonic())
+    def report(
+        self,
+        member_id: str,
+        incarnation: str,
+        stats: VerifierStats | DrafterStats | None,
+        state: MemberState,
+        seen_version: int = 0,
+    ) -> Orders:
+        """Renews this member's lease.  `known=False` in the answer: register again.
+
+        `seen_version`: from a gateway, the version of the snapshot that it acts on.
+        """
+        return self._policy.report(member_id, incarnation, stats, state, time.monotonic(), seen_version)
 
     def deregister(self, member_id: str, incarnation: str) -> None:
+        """Leaves the fleet."""
         self._policy.deregister(member_id, incarnation, time.monotonic())
 
     def drain(self, member_id: str, migrate_after_s: float) -> None:
+        """Orders a drain, see `Coordinator.drain`.  For the launcher; administrators use `submit`."""
         self._policy.drain(member_id, time.monotonic(), migrate_after_s)
 
     def resume(self, member_id: str) -> None:
+        """Ends a drain.  For the launcher; administrators use `submit`."""
         self._policy.resume(member_id, time.monotonic())
 
     def restore(self, before: FleetSnapshot) -> None:
+        """Tells a restarted coordinator the drains and pins of an earlier snapshot.  For the launcher."""
         self._policy.restore(before, time.monotonic())
 
     def submit(self, command: AnyCommand) -> Answer:
+        """Has the coordinator check and take an administrator's command."""
         return self._administration.submit(command, time.monotonic())
 
-    def progress(self, report: Operation | None) -> Operation | None:
+    def progress(self, report: Operation | None = None) -> Operation | None:
+        """For the launcher: reports how an operation stands, if one is given, and returns the operation to work on."""
         if report is not None:
             self._administration.progress(report)
         return self._administration.next_operation()
 
     def snapshot(self) -> FleetSnapshot:
+        """The fleet as the coordinator sees it now."""
         return self._administration.snapshot(time.monotonic())
 
     def info(self) -> FleetInfo:
+        """The settings, models and keys that the fleet was launched with."""
         return self._info
 
 
+def _remote(method: Callable[Concatenate[CoordinatorActor, P], T]) -> Callable[Concatenate[CoordinatorHandle, P], T]:
+    """The handle's method that calls this one of the actor."""
+    name = method.__name__
+
+    def call(handle: CoordinatorHandle, /, *given: P.args, **named: P.kwargs) -> T:
+        try:
+            if handle.actor is None:
+                handle.actor = _find(handle.namespace)
+            answer: T = ray.get(getattr(handle.actor, name).remote(*given, **named), timeout=handle.timeout_s)
+            return answer
+        except ray.exceptions.RayTaskError as error:
+            raise CoordinatorUnavailable(f"the coordinator failed at {name}: {error.cause}") from error
+        except ray.exceptions.ActorDiedError as error:
+            # It will not come back: a later coordinator of this name is another actor.
+            handle.actor = None
+            raise CoordinatorUnavailable("the coordinator is gone") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise CoordinatorUnavailable(f"the coordinator did not answer within {handle.timeout_s:g} s") from error
+        except (ray.exceptions.RayError, ray.exceptions.RaySystemError) as error:
+            raise CoordinatorUnavailable(f"the coordinator cannot be reached: {type(error).__name__}") from error
+
+    return call
+
+
 class CoordinatorHandle:
-    """Synchronous calls to the coordinator.  Every method may raise `CoordinatorUnavailable`; none raises a Ray exception."""
+    """`CoordinatorActor`'s methods, called from elsewhere.
+
+    Every method may raise `CoordinatorUnavailable`; none raises a Ray exception.
+    """
 
     def __init__(self, namespace: str, actor: Any, timeout_s: float) -> None:
-        self._namespace = namespace
-        self._actor = actor
-        self._timeout_s = timeout_s
+        self.namespace = namespace
+        self.actor = actor
+        self.timeout_s = timeout_s
 
     @classmethod
     def create(cls, namespace: str, info: FleetInfo) -> CoordinatorHandle:
@@ -120,80 +165,23 @@ class CoordinatorHandle:
 
     def wait_started(self) -> None:
         """Returns when the coordinator that this process has created answers."""
-        CoordinatorHandle(self._namespace, self._actor, START_TIMEOUT_S).snapshot()
+        CoordinatorHandle(self.namespace, self.actor, START_TIMEOUT_S).snapshot()
 
-    def register(self, member: Member) -> ServerKeys | None:
-        """Joins the fleet, perhaps again; returns `FleetInfo.fleet_keys`."""
-        return self._call(CoordinatorActor.register, member)
-
-    def report(
-        self,
-        member_id: str,
-        incarnation: str,
-        stats: VerifierStats | DrafterStats | None,
-        state: MemberState,
-        seen_version: int = 0,
-    ) -> Orders:
-        """Renews this member's lease.  `known=False` in the answer: register again.
-
-        `seen_version`: from a gateway, the version of the snapshot that it acts on.
-        """
-        return self._call(CoordinatorActor.report, Report(member_id, incarnation, state, stats, seen_version))
-
-    def deregister(self, member_id: str, incarnation: str) -> None:
-        """Leaves the fleet."""
-        self._call(CoordinatorActor.deregister, member_id, incarnation)
-
-    def drain(self, member_id: str, migrate_after_s: float) -> None:
-        """Orders a drain, see `Coordinator.drain`.  For the launcher; administrators use `submit`."""
-        self._call(CoordinatorActor.drain, member_id, migrate_after_s)
-
-    def resume(self, member_id: str) -> None:
-        """Ends a drain.  For the launcher; administrators use `submit`."""
-        self._call(CoordinatorActor.resume, member_id)
-
-    def restore(self, before: FleetSnapshot) -> None:
-        """Tells a restarted coordinator the drains and pins of an earlier snapshot.  For the launcher."""
-        self._call(CoordinatorActor.restore, before)
-
-    def submit(self, command: AnyCommand) -> Answer:
-        """Has the coordinator check and take an administrator's command."""
-        return self._call(CoordinatorActor.submit, command)
-
-    def progress(self, report: Operation | None = None) -> Operation | None:
-        """For the launcher: reports how an operation stands, if one is given, and returns the operation to work on."""
-        return self._call(CoordinatorActor.progress, report)
-
-    def snapshot(self) -> FleetSnapshot:
-        """The fleet as the coordinator sees it now."""
-        return self._call(CoordinatorActor.snapshot)
-
-    def info(self) -> FleetInfo:
-        """The settings, models and keys that the fleet was launched with."""
-        return self._call(CoordinatorActor.info)
+    register = _remote(CoordinatorActor.register)
+    report = _remote(CoordinatorActor.report)
+    deregister = _remote(CoordinatorActor.deregister)
+    drain = _remote(CoordinatorActor.drain)
+    resume = _remote(CoordinatorActor.resume)
+    restore = _remote(CoordinatorActor.restore)
+    submit = _remote(CoordinatorActor.submit)
+    progress = _remote(CoordinatorActor.progress)
+    snapshot = _remote(CoordinatorActor.snapshot)
+    info = _remote(CoordinatorActor.info)
 
     def kill(self) -> None:
         """Ends the coordinator for good, if it is still there."""
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self._actor, no_restart=True)
-
-    def _call(self, method: Callable[Concatenate[CoordinatorActor, P], T], *given: P.args, **named: P.kwargs) -> T:
-        name = method.__name__
-        try:
-            if self._actor is None:
-                self._actor = _find(self._namespace)
-            answer: T = ray.get(getattr(self._actor, name).remote(*given, **named), timeout=self._timeout_s)
-            return answer
-        except ray.exceptions.RayTaskError as error:
-            raise CoordinatorUnavailable(f"the coordinator failed at {name}: {error.cause}") from error
-        except ray.exceptions.ActorDiedError as error:
-            # It will not come back: a later coordinator of this name is another actor.
-            self._actor = None
-            raise CoordinatorUnavailable("the coordinator is gone") from error
-        except ray.exceptions.GetTimeoutError as error:
-            raise CoordinatorUnavailable(f"the coordinator did not answer within {self._timeout_s:g} s") from error
-        except (ray.exceptions.RayError, ray.exceptions.RaySystemError) as error:
-            raise CoordinatorUnavailable(f"the coordinator cannot be reached: {type(error).__name__}") from error
+            ray.kill(self.actor, no_restart=True)
 
 
 def _find(namespace: str) -> Any:

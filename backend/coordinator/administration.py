@@ -101,7 +101,7 @@ class Administration:
         view = _member(fleet, command.member)
         _check_deadline(command.deadline_s)
         if not command.force:
-            _check_others_serve(fleet, [command.member])
+            self._check_others_serve(fleet, command.member)
         after_s = 0.0 if command.migrate else command.deadline_s
         effects = [] if view.drain is not None else [f"{command.member} takes no new work"]
         moving = view.drain is not None and view.drain.migrate
@@ -126,7 +126,7 @@ class Administration:
             return Done(fleet.version, [], pending.id)
         self._check_idle([command.member])
         if not command.force:
-            _check_others_serve(fleet, [command.member])
+            self._check_others_serve(fleet, command.member)
         effects = [f"{command.member} takes no new work", f"process {view.member.pid} ends when its requests have"]
         return self._queue(command, fleet, effects, kind="remove", members=[command.member], **self._manner(command))
 
@@ -163,7 +163,7 @@ class Administration:
             _member(fleet, member)
             # Members restart one at a time, so all others serve meanwhile.
             if not command.force:
-                _check_others_serve(fleet, [member])
+                self._check_others_serve(fleet, member)
         self._check_idle(members)
         effects = [f"{member} is drained, ended and started again" for member in members]
         return self._queue(command, fleet, effects, kind="restart", members=list(members), **self._manner(command))
@@ -204,6 +204,13 @@ class Administration:
             if pending is not None:
                 raise _Refusal("conflict", f"{member} is part of operation {pending.id} ({pending.kind})")
 
+    def _check_others_serve(self, fleet: FleetSnapshot, leaving: str) -> None:
+        """Refuses a command that would leave no verifier that takes requests, once the removals that wait are carried out."""
+        serving = [v.member.id for v in fleet.members if v.member.kind == "verifier" and v.member.state == "ready"]
+        others = [each for each in serving if (o := self._pending(each)) is None or o.kind != "remove"]
+        if leaving in serving and not set(others) - {leaving}:
+            raise _Refusal("last_verifier", f"{leaving} is the last verifier that takes requests; force does it all the same")
+
 
 def _member(fleet: FleetSnapshot, member_id: str, kind: MemberKind | None = None) -> MemberView:
     """The member of that id and kind (None: verifier or drafter); refuses the command if there is none."""
@@ -219,10 +226,3 @@ def _member(fleet: FleetSnapshot, member_id: str, kind: MemberKind | None = None
 def _check_deadline(deadline_s: float | None) -> None:
     if deadline_s is not None and not 0 <= deadline_s < float("inf"):
         raise _Refusal("invalid", "deadline_s must be zero or more")
-
-
-def _check_others_serve(fleet: FleetSnapshot, leaving: Sequence[str]) -> None:
-    """Refuses a command that would leave no verifier that takes requests."""
-    serving = [v.member.id for v in fleet.members if v.member.kind == "verifier" and v.member.state == "ready"]
-    if set(serving) & set(leaving) and not set(serving) - set(leaving):
-        raise _Refusal("last_verifier", f"{serving[0]} is the last verifier that takes requests; force does it all the same")

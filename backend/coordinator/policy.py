@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from backend.coordinator.assignment import Pair, Situation, VerifierLoad
-from backend.coordinator.messages import Report
 from backend.coordinator.water_filling import decide
 from backend.fleet import (
     Assignment,
@@ -122,26 +121,34 @@ class Coordinator:
         self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
         self.tick(now)
 
-    def report(self, sent: Report, now: float) -> Orders:
+    def report(
+        self,
+        member_id: str,
+        incarnation: str,
+        stats: VerifierStats | DrafterStats | None,
+        state: MemberState,
+        now: float,
+        seen_version: int = 0,
+    ) -> Orders:
         """Renews a lease and answers with the member's orders; `known=False` asks it to register again."""
         self._expire(now)
-        entry = self._current(sent.member_id, sent.incarnation)
+        entry = self._current(member_id, incarnation)
         if entry is None or entry.state == "lost":
             self.tick(now)
             return UNKNOWN
         entry.heard = now
-        entry.seen_version = max(entry.seen_version, sent.seen_version)
-        if entry.state != sent.state:
-            entry.state = sent.state
+        entry.seen_version = max(entry.seen_version, seen_version)
+        if entry.state != state:
+            entry.state = state
             self.changed()
             self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
-        if isinstance(sent.stats, VerifierStats):
-            entry.verifier = sent.stats
-            entry.load.observe(sent.stats, now)
-        elif sent.stats is not None:
-            entry.drafter = sent.stats
+        if isinstance(stats, VerifierStats):
+            entry.verifier = stats
+            entry.load.observe(stats, now)
+        elif stats is not None:
+            entry.drafter = stats
         self.tick(now)
-        return Orders(known=True, drafters=self._drafters_of(entry.member), drain=sent.member_id in self._drains)
+        return Orders(known=True, drafters=self._drafters_of(entry.member), drain=member_id in self._drains)
 
     def deregister(self, member_id: str, incarnation: str, now: float) -> None:
         """Removes a member that leaves.  Ignored if the incarnation is not the present one."""

@@ -6,7 +6,7 @@ made from true features are counted here.  Rows that drafting makes lie behind a
 overwrite them.
 
 Features depend on the target's prefix alone, so a head's rows 0..m-1 serve any sequence with the same tokens 0..m, of any
-verifier.  A shared prefix is found by a chain of hashes over blocks of `BLOCK` tokens, then compared token by token.
+verifier.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from backend.drafter.proposer import GREEDY, Sampling
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from backend.wire.drafting import Outcome
 
-BLOCK = 16
+SHORTEST = 16
+"""Tokens of the shortest prefix that is worth sharing."""
 UNIT = 64
 """Rows of the smallest stretch."""
 
@@ -42,7 +44,6 @@ class Extents:
         self.capacity = units * UNIT
         self._free: dict[int, set[int]] = {}
         """First units of the free stretches, by their size in units.  Each is a multiple of that size."""
-        self._size_of: dict[int, int] = {}
         self.largest = UNIT << (units.bit_length() - 1)
         start = 0
         while start < units:
@@ -60,13 +61,11 @@ class Extents:
         while size > wanted:
             size //= 2
             self._free.setdefault(size, set()).add(start + size)
-        self._size_of[start] = size
         return start * UNIT, size * UNIT
 
-    def give_back(self, first_row: int) -> None:
+    def give_back(self, first_row: int, rows: int) -> None:
         """Frees a stretch, and joins it with its free neighbours."""
-        start = first_row // UNIT
-        size = self._size_of.pop(start)
+        start, size = first_row // UNIT, rows // UNIT
         # The buddy of a stretch that was never split would reach beyond the capacity, so it is never free.
         while (buddy := start ^ size) in self._free.get(size, ()):
             self._free[size].remove(buddy)
@@ -86,8 +85,6 @@ class Sequence:
     """First row of its stretch in the cache."""
     room: int = 0
     """Rows of its stretch; 0: it has no stretch."""
-    chain: list[int] = field(default_factory=list)
-    """Hashes of leading token blocks, under which other sequences may find it."""
     is_current: bool = True
     """Whether its rows come from the target's present weights."""
     tip: tuple[int, Tensor] | None = None
@@ -124,8 +121,6 @@ class RowCache:
         self._move, self._offset = move, token_offset
         self._open: OrderedDict[Hashable, Sequence] = OrderedDict()
         self._closed: OrderedDict[Sequence, None] = OrderedDict()
-        self._index: dict[int, dict[Sequence, None]] = {}
-        """Who has the rows of a block and of all blocks before it, the first one first."""
         self.evictions = 0
 
     @property
@@ -162,11 +157,9 @@ class RowCache:
         self.close(key)
         sequence = Sequence(key, tokens)
         self._open[key] = sequence
-        source = self._find(tokens)
-        if source is not None:
-            rows = min(common_prefix(source.tokens, tokens) - self._offset, source.unbroken, limit)
-            if rows > 0:
-                self._reuse(source, sequence, rows)
+        source, rows = self._find(tokens)
+        if source is not None and limit > 0:
+            self._reuse(source, sequence, min(rows, limit))
         return sequence
 
     def extend_tokens(self, sequence: Sequence, base_len: int, tokens: list[int]) -> None:
@@ -185,32 +178,21 @@ class RowCache:
                 sequence.spans[-1][1] = kept
             else:
                 sequence.spans.pop()
-        self._unchain(sequence, (sequence.unbroken + self._offset) // BLOCK)
 
-    def reserve(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = ()) -> bool:
+    def reserve(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = (), takes_from_open: bool = True) -> bool:
         """Makes room for `rows` rows behind the sequence's last.  Other sequences may lose theirs, except `pinned` ones.
 
         If that is not enough, the sequence loses its own earlier rows.  False when there is no room at all.
-        """
-        while not self.spare(sequence, rows, pinned):
-            fits = sequence.length + rows <= self._extents.largest
-            if not fits or not self._evict(self._open.values(), {sequence, *pinned}):
-                if not sequence.room:
-                    return False
-                self._forget(sequence)
-        return True
-
-    def spare(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = ()) -> bool:
-        """Makes room for `rows` rows behind the sequence's last, taking only from closed sequences, without `pinned` ones.
-
-        False when that is not enough.
+        Unless it `takes_from_open`, only closed sequences lose theirs; False when that is not enough.
         """
         while (wanted := sequence.length + rows) > sequence.room:
-            taken = self._extents.take(wanted)
-            if taken is not None:
+            victims = chain(self._closed, self._open.values() if takes_from_open else ())
+            if (taken := self._extents.take(wanted)) is not None:
                 self._relocate(sequence, *taken)
-            elif wanted > self._extents.largest or not self._evict(self._closed, pinned):
-                return False
+            elif wanted > self._extents.largest or not self._evict(victims, {sequence, *pinned}):
+                if not takes_from_open or not sequence.room:
+                    return False
+                self._forget(sequence)
         return True
 
     def append(self, sequence: Sequence, position: int, rows: int) -> None:
@@ -234,7 +216,6 @@ class RowCache:
         rows = common_prefix(sequence.tokens[position + self._offset : -1], tokens)
         if rows and position == sequence.end:
             self.append(sequence, position, rows)
-            self.publish(sequence)
 
     def invalidate(self) -> None:
         """The target's weights were exchanged: no new sequence may reuse present rows.
@@ -245,17 +226,6 @@ class RowCache:
             self._forget(sequence)
         for sequence in self._open.values():
             sequence.is_current = False
-            self._unchain(sequence, 0)
-
-    def publish(self, sequence: Sequence) -> None:
-        """Lets new sequences find the rows that this one has by now."""
-        if not sequence.is_current:
-            return
-        tokens, chain = sequence.tokens, sequence.chain
-        while sequence.unbroken + self._offset >= BLOCK * (len(chain) + 1):
-            at = BLOCK * len(chain)
-            chain.append(_link(chain[-1] if chain else 0, tokens[at : at + BLOCK]))
-            self._index.setdefault(chain[-1], {})[sequence] = None
 
     def close(self, key: Hashable) -> None:
         """The request is over.  Its rows stay for reuse until their room is needed."""
@@ -263,21 +233,27 @@ class RowCache:
         if sequence is None:
             return
         sequence.tip = sequence.drafted = sequence.imagined = None
-        if sequence.chain:
+        if sequence.is_current and sequence.unbroken + self._offset >= SHORTEST:
             self._closed[sequence] = None
         else:
             self._forget(sequence)
 
-    def _find(self, tokens: list[int]) -> Sequence | None:
-        """The sequence that shares the most leading blocks by hash; the caller has to compare its tokens."""
-        found, link = None, 0
-        for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            link = _link(link, tokens[at : at + BLOCK])
-            holders = self._index.get(link)
-            if not holders:
-                break
-            found = next(iter(holders))
-        return found
+    def _find(self, tokens: list[int]) -> tuple[Sequence | None, int]:
+        """The sequence that shares the most leading rows with one of these tokens, and how many."""
+        if len(tokens) < SHORTEST:
+            return None, 0
+        found, rows = None, SHORTEST - self._offset - 1
+        last, token = SHORTEST - 1, tokens[SHORTEST - 1]
+        for each in (*self._closed, *self._open.values()):
+            # One more row takes this token.  Most sequences have another one there, and are compared no further.
+            if each.length > rows and each.tokens[last] == token and each.is_current:
+                shared = min(common_prefix(each.tokens, tokens) - self._offset, each.unbroken)
+                if shared > rows:
+                    found, rows, last = each, shared, shared + self._offset
+                    if last == len(tokens):
+                        break
+                    token = tokens[last]
+        return found, rows
 
     def _reuse(self, source: Sequence, sequence: Sequence, rows: int) -> None:
         is_closed = source in self._closed
@@ -294,7 +270,6 @@ class RowCache:
                 return
             self._move(source.start, sequence.start, rows)
         self.append(sequence, 0, rows)
-        self.publish(sequence)
 
     def _relocate(self, sequence: Sequence, start: int, room: int) -> None:
         if sequence.length:
@@ -315,25 +290,12 @@ class RowCache:
     def _forget(self, sequence: Sequence) -> None:
         """Frees a sequence's rows; an open one goes on without them."""
         self._closed.pop(sequence, None)
-        self._unchain(sequence, 0)
         sequence.spans.clear()
         sequence.length = 0
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.room:
-            self._extents.give_back(sequence.start)
+            self._extents.give_back(sequence.start, sequence.room)
         sequence.room = 0
         sequence.ahead = (0, [])
-
-    def _unchain(self, sequence: Sequence, blocks: int) -> None:
-        while len(sequence.chain) > blocks:
-            link = sequence.chain.pop()
-            holders = self._index.get(link, {})
-            holders.pop(sequence, None)
-            if not holders:
-                self._index.pop(link, None)
-
-
-def _link(previous: int, block: list[int]) -> int:
-    return hash((previous, *block))

@@ -95,13 +95,12 @@ class EagleProposer:
         extended, drafting = self._reserve(batch, limits, self._scratch_rows(depth))
         if extended:
             self._extend(batch, extended)
-        drafts = [NOTHING for _ in batch]
+        drafts: dict[int, Drafted] = {}
         if drafting:
             sequences = list(drafting.values())
             ends = Ends([limits[i] for i in drafting], [batch[i].until for i in drafting], [s.sampling for s in sequences])
-            for i, drafted in zip(drafting, self._decode(sequences, ends, depth), strict=True):
-                drafts[i] = drafted
-        return drafts
+            drafts = dict(zip(drafting, self._decode(sequences, ends, depth), strict=True))
+        return [drafts.get(i, NOTHING) for i in range(len(batch))]
 
     @torch.inference_mode()
     def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
@@ -110,18 +109,16 @@ class EagleProposer:
         chosen: dict[int, cache.Sequence] = {}
         for i, premise in enumerate(batch):
             sequence = self._cache.peek(premise.key)
-            if sequence is None or not _is_at(sequence, premise.base_len):
-                continue
             wanted = premise.outcomes > 0 and premise.until.k > 0
-            if wanted and self._cache.spare(sequence, likely.scratch):
+            if sequence is None or not wanted or not _is_at(sequence, premise.base_len):
+                continue
+            if self._cache.reserve(sequence, likely.scratch, takes_from_open=False):
                 chosen[i] = sequence
-        found: list[list[Outcome]] = [[] for _ in batch]
-        if chosen:
-            premises = [batch[i] for i in chosen]
-            answers = self._imagination.outcomes(premises, list(chosen.values()), likely)
-            for i, outcomes in zip(chosen, answers, strict=True):
-                found[i] = outcomes
-        return found
+        if not chosen:
+            return [[] for _ in batch]
+        answers = self._imagination.outcomes([batch[i] for i in chosen], list(chosen.values()), likely)
+        found = dict(zip(chosen, answers, strict=True))
+        return [found.get(i, []) for i in range(len(batch))]
 
     def _scratch_rows(self, depth: int) -> int:
         """Cache rows that a draft of `depth` tokens takes behind a sequence's last."""
@@ -153,7 +150,7 @@ class EagleProposer:
         return extended, drafting
 
     def _extend(self, batch: Sequence[DraftRequest], extended: dict[int, cache.Sequence]) -> None:
-        """Computes the new rows in one pass, and lets other sequences find them."""
+        """Computes the new rows in one pass."""
         # Those with many come last, where `Rows` has stretches.
         extended = dict(sorted(extended.items(), key=lambda item: batch[item[0]].rows >= LONG))
         ids: list[int] = []
@@ -182,7 +179,6 @@ class EagleProposer:
         output = self._compute(numbers, joined, stretches)
         for row, (i, sequence) in enumerate(extended.items()):
             sequence.tip = batch[i].base_len, output[row : row + 1]
-            self._cache.publish(sequence)
 
     def _compute(self, numbers: Tensor, features: Tensor | None, stretches: list[Stretch]) -> Tensor:
         """Computes new rows, `[8, rows]` as in `decoding.NUMBERS`; the outputs of each sequence's last one."""

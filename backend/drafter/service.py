@@ -10,8 +10,8 @@ which names requests to be opened again, goes to `features`, whose owner opens t
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -262,27 +262,20 @@ class DrafterService:
         found = self.proposer.draft_outcomes(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
+        blocks = defaultdict[bytes | None, list[wire.Block]](list)
         for wanted, outcomes in zip(batch, found, strict=True):
             self._spans.imagined(wanted.key, len(outcomes), spent_s)
             if self._lessons is not None:
                 self._lessons.imagined(wanted.key, wanted.item.base_len, wanted.item.verifying, outcomes)
-        blocks = [
-            wire.Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)
-        ]
-        replies: list[Reply] = []
-        for listener, places in self._by_peer(batch):
-            message = wire.Ahead(round(spent_s * 1e6), [blocks[place] for place in places])
-            replies.append((listener, wire.encode(message)))
-        return replies
+            block = wire.Block(wanted.item.request_id, wanted.item.base_len, wanted.item.verifying, outcomes)
+            blocks[self._listener(wanted)].append(block)
+        draft_us = round(spent_s * 1e6)
+        return [(peer, wire.encode(wire.Ahead(draft_us, items))) for peer, items in blocks.items() if peer is not None]
 
-    def _by_peer(self, demands: Sequence[Wanted]) -> Iterable[tuple[bytes, list[int]]]:
-        """Groups `demands` by the peer that waits for them: its drafts socket, and indices in `demands`."""
-        groups: dict[bytes, list[int]] = {}
-        for place, wanted in enumerate(demands):
-            session = self._sessions.get(wanted.key[0])
-            if session is not None and session.drafts is not None:
-                groups.setdefault(session.drafts, []).append(place)
-        return groups.items()
+    def _listener(self, wanted: Wanted) -> bytes | None:
+        """The peer that waits for this: its drafts socket; None if it has none."""
+        session = self._sessions.get(wanted.key[0])
+        return None if session is None else session.drafts
 
     def _apply(self, waiting: Waiting, asks: list[DraftRequest], lost: dict[bytes, list[str]]) -> None:
         """Takes a round's tokens.  Adds to `asks` the rows to compute, and to `lost` the requests that must be opened again.
@@ -326,22 +319,23 @@ class DrafterService:
     def _answer(
         self, fresh: list[tuple[Wanted, int | None]], drafts: list[Drafted], started: float, finished: float
     ) -> list[Reply]:
-        demands = [wanted for wanted, _ in fresh]
-        found = [NOTHING if place is None else drafts[place] for _, place in fresh]
-        draft_us = round((finished - started) * 1e6)
-        replies: list[Reply] = []
-        for listener, places in self._by_peer(demands):
-            queue_us = round(max(started - min(demands[place].since for place in places), 0.0) * 1e6)
-            items = [
-                wire.Draft(item.request_id, item.base_len, drafted.tokens, drafted.signs, drafted.proposal)
-                for item, drafted in ((demands[place].item, found[place]) for place in places)
-            ]
-            replies.append((listener, wire.encode(wire.Drafts(draft_us, queue_us, items))))
-        for wanted, drafted in zip(demands, found, strict=True):
+        items = defaultdict[bytes | None, list[wire.Draft]](list)
+        since: dict[bytes | None, float] = {}
+        for wanted, place in fresh:
+            drafted = NOTHING if place is None else drafts[place]
+            item, peer = wanted.item, self._listener(wanted)
+            draft = wire.Draft(item.request_id, item.base_len, drafted.tokens, drafted.signs, drafted.proposal)
+            items[peer].append(draft)
+            since[peer] = min(since.get(peer, started), wanted.since)
             self._nexts.drafted(wanted, drafted.tokens, finished)
             if self._lessons is not None:
-                self._lessons.drafted(wanted.key, wanted.item.base_len, drafted.first)
-        return replies
+                self._lessons.drafted(wanted.key, item.base_len, drafted.first)
+        draft_us = round((finished - started) * 1e6)
+        return [
+            (peer, wire.encode(wire.Drafts(draft_us, round((started - since[peer]) * 1e6), own)))
+            for peer, own in items.items()
+            if peer is not None
+        ]
 
     def _count(self, asks: list[DraftRequest], drafts: list[Drafted], spent_s: float) -> None:
         counters = self._counters

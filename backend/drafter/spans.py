@@ -5,19 +5,8 @@ Rounds are many and short.  They have no spans of their own, but are summed up i
 
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from backend.tracing import Span, Tracing
-
-
-@dataclass
-class _Request:
-    span: Span
-    batches: int = 0
-    drafted: int = 0
-    drafting_s: float = 0.0
-    outcomes: int = 0
-    imagining_s: float = 0.0
 
 
 class DraftSpans:
@@ -26,7 +15,8 @@ class DraftSpans:
     def __init__(self, tracing: Tracing | None, drafter_id: str) -> None:
         self._tracing = tracing
         self._drafter_id = drafter_id
-        self._requests: dict[Hashable, _Request] = {}
+        self._requests: dict[Hashable, tuple[Span, dict[str, float]]] = {}
+        """Each request's span, and the sums that become attributes when it ends."""
 
     def opened(self, key: tuple[str, int, str], traceparent: str) -> None:
         """A request was opened on this drafter, perhaps again."""
@@ -36,36 +26,27 @@ class DraftSpans:
         span = self._tracing.start("drafter", {"traceparent": traceparent})
         if span is not None:
             span.set({"outrider.drafter": self._drafter_id, "outrider.verifier": key[0]})
-            self._requests[key] = _Request(span)
+            nothing = {"batches": 0, "draft_tokens": 0, "drafting_ms": 0.0, "outcomes": 0, "imagining_ms": 0.0}
+            self._requests[key] = span, nothing
 
     def drafted(self, key: Hashable, tokens: int, spent_s: float) -> None:
         """A request got a draft of so many tokens, in a batch that took `spent_s`."""
-        known = self._requests.get(key)
-        if known is not None:
-            known.batches += 1
-            known.drafted += tokens
-            known.drafting_s += spent_s
+        self._add(key, batches=1, draft_tokens=tokens, drafting_ms=1000 * spent_s)
 
     def imagined(self, key: Hashable, outcomes: int, spent_s: float) -> None:
         """So many of a request's outcomes were drafted ahead, in a batch that took `spent_s`."""
-        known = self._requests.get(key)
-        if known is not None:
-            known.outcomes += outcomes
-            known.imagining_s += spent_s
+        self._add(key, outcomes=outcomes, imagining_ms=1000 * spent_s)
 
     def closed(self, key: Hashable, reason: str) -> None:
         """Ends a request's span; `reason` becomes an attribute."""
-        known = self._requests.pop(key, None)
-        if known is None:
-            return
-        known.span.set(
-            {
-                "outrider.batches": known.batches,
-                "outrider.draft_tokens": known.drafted,
-                "outrider.drafting_ms": round(known.drafting_s * 1000, 3),
-                "outrider.outcomes": known.outcomes,
-                "outrider.imagining_ms": round(known.imagining_s * 1000, 3),
-                "outrider.close_reason": reason,
-            }
-        )
-        known.span.end(time.time_ns())
+        span, sums = self._requests.pop(key, (None, {}))
+        if span is not None:
+            span.set({f"outrider.{name}": round(value, 3) for name, value in sums.items()})
+            span.set({"outrider.close_reason": reason})
+            span.end(time.time_ns())
+
+    def _add(self, key: Hashable, **more: float) -> None:
+        if key in self._requests:
+            sums = self._requests[key][1]
+            for name, value in more.items():
+                sums[name] += value

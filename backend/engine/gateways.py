@@ -90,18 +90,20 @@ class GatewayPort:
 
     def receive(self, now: float) -> float:
         """Takes every message that has arrived.  Returns the seconds spent on sleeping, waking and loading weights."""
-        self._swapping_s = 0.0
+        self._swapping_s, began = 0.0, time.monotonic()
         while (message := self._router.receive()) is not None:
             identity, frames = message
             kind, payload = (frames[0], frames[1:]) if frames else (b"", [])
+            # The message before may have had weights or an adapter loaded, for minutes: no gateway was silent meanwhile.
+            read_at = now + time.monotonic() - began
             if kind == wire.HELLO:
-                self._hello(identity, payload, now)
+                self._hello(identity, payload, read_at)
                 continue
             gateway = self._by_identity.get(identity)
             if gateway is None:
                 self._refuse(identity, "unknown", "say hello first")
                 continue
-            gateway.last_heard = now
+            gateway.last_heard = read_at
             try:
                 self._dispatch(gateway, kind, payload)
             except (msgspec.DecodeError, ValueError, IndexError, TypeError) as error:
@@ -199,11 +201,7 @@ class GatewayPort:
         began = time.monotonic()
         self._answer(gateway, call_id, lambda: self._call(gateway, method, arguments))
         if method in SWAPPING:
-            ended = time.monotonic()
-            self._swapping_s += ended - began
-            # No gateway could renew its lease meanwhile.
-            for each in self._by_identity.values():
-                each.last_heard = ended
+            self._swapping_s += time.monotonic() - began
 
     def _call(self, gateway: _Gateway, method: str, arguments: list[Any]) -> Any:
         if method == "take_rows":

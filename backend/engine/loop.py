@@ -90,15 +90,15 @@ class EngineLoop:
                 self._step()
 
     def _receive(self) -> None:
-        now = time.monotonic()
         while not self._orders.empty():
             self._stats.busy_s += self._lap()
             self._orders.get_nowait()()
             # A new drafter's head may have a projection that must be loaded.
             self._stats.idle_s["swap"] += self._lap()
-        if swapping_s := self._gateways.receive(now):
+        if swapping_s := self._gateways.receive(time.monotonic()):
             self._stats.busy_s += self._lap() - swapping_s
             self._stats.idle_s["swap"] += swapping_s
+        now = time.monotonic()
         self._weights.look()
         self._ask(now)
         if now >= self._next_tick:

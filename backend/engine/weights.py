@@ -81,11 +81,11 @@ class WeightControl:
         """Pauses: new requests wait.  Present requests end (`abort`), finish (`wait`), or stop where they are (`keep`).
 
         The future of `wait` is done when all have finished.  `clear_cache` empties the prefix cache, except with `keep`.
-        During an update by tensors, `wait` is `keep`.
+        During an update by tensors, and while weights or KV cache sleep, `wait` is `keep`.
         """
         if self._update is not None:
             self._update.ends_paused = True
-        elif mode == "wait":
+        elif mode == "wait" and not self._core.model_executor.is_sleeping:
             self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
             self._draining = self._draining or Future()
             self._clears = clear_cache
@@ -144,8 +144,12 @@ class WeightControl:
         if set(tags or ()) - {"weights", "kv_cache"}:
             raise ValueError("tags are weights and kv_cache")
         self._refuse_during_update()
+        sleeps = self._core.model_executor.is_sleeping
+        if tags == ["weights"] and self.can_sleep and self._core.is_sleeping() and not sleeps:
+            # It was started while others slept, and is only paused.  Their requests do not go on yet.
+            return False
         # With other tags, vLLM logs a warning if only the scheduler has to be woken.
-        awake = self._core.wake_up(tags if self._core.model_executor.is_sleeping else ["scheduling"])
+        awake = self._core.wake_up(tags if sleeps else ["scheduling"])
         if awake:
             self._read_adapters()
             self._end_wait()

@@ -17,9 +17,9 @@ from torch import Tensor
 from backend import noise
 from backend.drafter.proposer import MAX_OUTCOMES, Drafted, Sampling, Until
 from backend.lab.bench.hardware import about
-from backend.lab.bench.markdown import table
 from backend.lab.random_heads import LARGE, NEW_ROWS, SMALL, TYPES, Requests, proposer_of, random_head
 from backend.models.head_config import HeadConfig
+from backend.records.markdown import table
 from backend.speculation.calibration import Calibration
 from backend.speculation.chances import Rule
 from backend.wire.drafting import Outcome
@@ -247,7 +247,7 @@ def main(arguments: list[str], say: Callable[[str], None]) -> None:
         for row in rows:
             if times := of_reference(reference, name, row):
                 row["reference"] = times
-            lines = table(list(row), [[_text(value) for value in row.values()]])
+            lines = table(list(row), [[_text(value) for value in row.values()]])[1:]
             say("\n".join(lines[2:] if found[name] else lines))
             found[name].append(row)
             options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

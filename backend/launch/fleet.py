@@ -64,6 +64,7 @@ class LaunchedFleet:
     cluster: RayCluster
     coordinator: CoordinatorHandle
     plan: FleetPlan
+    info: FleetInfo
     members: dict[str, Started] = field(default_factory=dict)
     """By member id; the operator's thread changes it once the fleet serves."""
     rooms: ReservedBundles = field(default_factory=ReservedBundles)
@@ -98,7 +99,7 @@ class LaunchedFleet:
             info = FleetInfo(decided.settings.model_dump_json(), models, keys)
             coordinator = CoordinatorHandle.create(cluster.namespace, info)
             ending.callback(coordinator.kill)
-            fleet = cls(cluster, coordinator, decided)
+            fleet = cls(cluster, coordinator, decided, info)
             fleet.announce("")
             ending.callback(fleet._end_members)
             if not cluster.ours:
@@ -155,11 +156,11 @@ class LaunchedFleet:
             time.sleep(POLL_S)
 
     def _check(self, member: Started) -> None:
-        try:
-            member.check()
-        except LaunchError as error:
+        if (why := member.death()) is not None:
+            hint = ". CUDA_VISIBLE_DEVICES names other GPUs" if "Free memory on device" in why else ""
             logs = self.cluster.keep_logs()
-            raise LaunchError(f"{error} (logs: {logs})" if logs is not None else str(error)) from error
+            kept = f" (logs: {logs})" if logs is not None else ""
+            raise LaunchError(f"{member.member_id} failed to start: {why}{hint}{kept}")
 
     def add(self, kind: MemberKind) -> Started:
         """Starts one more member.  Raises `LaunchError` where there is no room for it."""
@@ -171,7 +172,7 @@ class LaunchedFleet:
     def start(self, member: MemberPlan) -> Started:
         """Starts a member in its reserved room, and forgets an earlier member of that name."""
         place = None if self.cluster.ours else self.rooms.place(member)
-        started = start(member, self.settings, self.plan.models, self.cluster.namespace, place)
+        started = start(member, self.info, self.cluster.namespace, place)
         self.members[member.member_id] = started
         return started
 

@@ -34,7 +34,7 @@ SWAP_TIMEOUT_S = 300.0
 AWAY_LIMIT_S = 30.0
 """Seconds that the coordinator may be unreachable in the middle of an operation before the operation fails."""
 ABSENT_S = 30.0
-"""Seconds between two looks at a member that has left the fleet, so also between two attempts to start it again."""
+"""Seconds between two attempts to start a lost member again."""
 
 
 class _Stopped(Exception):
@@ -50,8 +50,6 @@ class Operator:
         self._say = say
         self._seen: FleetSnapshot | None = None
         """The coordinator's latest snapshot."""
-        self._looked_at: dict[str, float] = {}
-        """When each absent member was last looked at."""
         self._reported: Operation
         """The operation under way, as reported last."""
         self._stopping = threading.Event()
@@ -119,7 +117,7 @@ class Operator:
         self._empty(operation, member_id)
         self._fleet.end(member_id)
         # A drain holds for later processes of this name, and `add` may use the name again.
-        self._patiently(partial(self._coordinator.resume, member_id))
+        self._resume(member_id)
         return f"{member_id} removed"
 
     def _restart(self, operation: Operation) -> str:
@@ -132,7 +130,7 @@ class Operator:
                 self._wait_ready([self._fleet.start(plan)])
             finally:
                 # A drain holds for later processes of this name: one that comes back after a failure gets requests too.
-                self._patiently(partial(self._coordinator.resume, member_id))
+                self._resume(member_id)
         return f"{', '.join(operation.members)} restarted"
 
     def _swap(self, operation: Operation) -> str:
@@ -163,13 +161,24 @@ class Operator:
             if self._stopping.wait(POLL_S):
                 raise _Stopped
 
+    def _resume(self, member_id: str) -> None:
+        """Ends a member's drain.  A restarted coordinator is told of the drain first: told later, it would keep it."""
+        self._patiently(self._remind)
+        self._patiently(partial(self._coordinator.resume, member_id))
+
     def _own(self, member_id: str) -> Started:
         if member_id not in self._fleet.members:
             raise LaunchError(f"{member_id} is not one of this launcher's members")
         return self._fleet.members[member_id]
 
     def _wait_ready(self, started: list[Started]) -> None:
-        self._fleet.wait_ready(self._say, started, unless=self._stopping.is_set)
+        def is_stopping() -> bool:
+            # A model may load for minutes, and other members' drains must hold meanwhile.
+            with contextlib.suppress(CoordinatorUnavailable):
+                self._remind()
+            return self._stopping.is_set()
+
+        self._fleet.wait_ready(self._say, started, unless=is_stopping)
         if self._stopping.is_set():
             raise _Stopped
 
@@ -202,11 +211,10 @@ class Operator:
         Ray has given such an actor up.  It is looked for only once the coordinator has forgotten it.
         """
         for member_id, member in list(self._fleet.members.items()):
-            if snapshot.view(member_id) is not None or now < self._looked_at.get(member_id, -ABSENT_S) + ABSENT_S:
+            is_due = snapshot.view(member_id) is None and now >= member.began + ABSENT_S
+            if not is_due or (why := member.death()) is None:
                 continue
-            self._looked_at[member_id] = now
-            if (why := member.death()) is None:
-                continue
+            member.began = now
             self._say(f"{member_id} was lost, and is started again: {why}")
             try:
                 # It counts as ready, so that it may leave the fleet in order when it is ended.

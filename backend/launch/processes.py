@@ -1,30 +1,27 @@
 """Starts one member's process, watches it until it serves, and stops it.  The launcher's process.
 
-Ray restarts an actor that dies.  It gives up an actor whose constructor raises; `check` and `death` say why in one line.
+Ray restarts an actor that dies.  It gives up an actor whose constructor raises; `death` says why in one line.
 """
 
 import contextlib
 import re
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from backend.config import Settings
+from backend.coordinator import FleetInfo
 from backend.drafter.actor import DrafterActor
 from backend.fleet import FleetSnapshot
 from backend.launch.plan import LaunchError, MemberPlan
-from backend.models.resolve import ResolvedModels
 from backend.verifier.actor import VerifierActor
 
 STARTS_ALLOWED = 3
 """Start attempts of one member; after so many deaths while starting, the launch fails."""
 STOP_TIMEOUT_S = 10.0
-NAME_TIMEOUT_S = 10.0
-"""Seconds to wait for an actor's name: Ray frees the name of an ended actor only a moment later."""
-ANSWER_TIMEOUT_S = 1.0
 LONGEST_CAUSE = 500
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure): ")
 
@@ -35,7 +32,8 @@ class Started:
 
     plan: MemberPlan
     actor: Any
-    ready_ref: Any
+    answer: Any
+    """What the actor will answer as soon as its constructor has returned."""
     began: float
     incarnations: set[str] = field(default_factory=set)
     ready: bool = False
@@ -44,27 +42,17 @@ class Started:
     def member_id(self) -> str:
         return self.plan.member_id
 
-    def check(self) -> None:
-        """Raises `LaunchError` if the actor's constructor has raised."""
-        try:
-            ray.get(self.ready_ref, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            return
-        except ray.exceptions.ActorUnavailableError:
-            self.ready_ref = self.actor.__ray_ready__.remote()
-        except ray.exceptions.RayError as error:
-            why = cause(error)
-            hint = ". CUDA_VISIBLE_DEVICES names other GPUs" if "Free memory on device" in why else ""
-            raise LaunchError(f"{self.member_id} failed to start: {why}{hint}") from error
-
     def death(self) -> str | None:
-        """Why Ray has given the actor up, on one line; None: it has not, as far as is known."""
+        """Why Ray has given the actor up, on one line; None: it has not, as far as is known.  Never waits."""
         try:
-            ray.get(self.actor.__ray_ready__.remote(), timeout=ANSWER_TIMEOUT_S)
-        except ray.exceptions.ActorDiedError as error:
-            return cause(error)
-        except ray.exceptions.RayError:
+            ray.get(self.answer, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            return None
+        except ray.exceptions.ActorUnavailableError:
             pass
+        except ray.exceptions.RayError as error:
+            return cause(error)
+        self.answer = self.actor.__ray_ready__.remote()
         return None
 
     def progress(self, snapshot: FleetSnapshot) -> str | None:
@@ -88,10 +76,11 @@ class Started:
         return None
 
 
-def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str, place: Any = None) -> Started:
-    """Starts a member's actor; waits until its name is free.  `place` is a Ray scheduling strategy, None for Ray's default."""
+def start(member: MemberPlan, info: FleetInfo, namespace: str, place: Any = None) -> Started:
+    """Starts a member's actor.  `place` is a Ray scheduling strategy, None for Ray's default."""
     remote = ray.remote(VerifierActor if member.kind == "verifier" else DrafterActor).options(
-        name=member.member_id,
+        # For people who look at the cluster.  Ray keeps the name of an actor that was ended for a moment.
+        name=f"{member.member_id}-{uuid.uuid4().hex[:8]}",
         namespace=namespace,
         num_cpus=member.num_cpus,
         num_gpus=member.num_gpus,
@@ -102,23 +91,10 @@ def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namesp
         max_concurrency=2,
         runtime_env={"env_vars": member.env},
     )
-    began = time.monotonic()
-    while True:
-        try:
-            actor = remote.remote(
-                member_id=member.member_id,
-                settings=settings.model_dump_json(),
-                paths=models,
-                address=member.address,
-                namespace=namespace,
-                cores=member.cores,
-            )
-            break
-        except ValueError:
-            if time.monotonic() - began > NAME_TIMEOUT_S:
-                raise
-            time.sleep(0.1)
-    return Started(member, actor, actor.__ray_ready__.remote(), began)
+    actor = remote.remote(
+        member_id=member.member_id, info=info, address=member.address, namespace=namespace, cores=member.cores
+    )
+    return Started(member, actor, actor.__ray_ready__.remote(), time.monotonic())
 
 
 def stop(members: list[Started]) -> None:

@@ -1,6 +1,7 @@
 """The base class of verifiers and drafters as Ray actors.  Ray restarts an actor that dies.
 
-The constructor registers the member, starts its process and its reports (`membership.py`), and returns when the member serves.
+The constructor starts the member's reports (`membership.py`), which register it, and its process, and returns when the member
+serves.
 In a cluster that the fleet joined, the launcher does not know the node on which Ray will place the actor.  So the addresses are
 made here: one for other nodes, and the socket for processes of the same node.
 """
@@ -18,11 +19,12 @@ from backend.config import Settings
 from backend.config.logs import configure_logging
 from backend.config.runtime import member_socket
 from backend.config.settings import TransportSettings
+from backend.coordinator import FleetInfo
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet.members import Member, MemberKind, Orders
 from backend.fleet.stats import DrafterStats, VerifierStats
 from backend.member.departure import depart_on_sigterm
-from backend.member.membership import Membership, enter
+from backend.member.membership import Membership
 from backend.models.resolve import ResolvedModels
 from backend.transport import ServerKeys, new_server_keys
 
@@ -37,11 +39,11 @@ class MemberProcess(Protocol):
 
     def stop(self) -> None: ...
 
-    def stats(self) -> VerifierStats | DrafterStats | None: ...
+    def stats(self) -> VerifierStats | DrafterStats: ...
 
 
 class MemberActor(ABC):
-    """One member.  `settings` is `Settings.model_dump_json()`.
+    """One member.
 
     `address` is `ipc://...`; without one the member listens on tcp, and processes of its node may reach it over ipc too.
     Raises what goes wrong at the start; Ray then gives it up.
@@ -49,10 +51,8 @@ class MemberActor(ABC):
 
     kind: ClassVar[MemberKind]
 
-    def __init__(
-        self, *, member_id: str, settings: str, paths: ResolvedModels, address: str, namespace: str, cores: Sequence[int] = ()
-    ) -> None:
-        loaded = Settings.model_validate_json(settings)
+    def __init__(self, *, member_id: str, info: FleetInfo, address: str, namespace: str, cores: Sequence[int] = ()) -> None:
+        loaded, paths = Settings.model_validate_json(info.settings_json), info.models
         configure_logging(loaded.log_level, loaded.log_format)
         check_models(paths)
         if cores:
@@ -75,13 +75,13 @@ class MemberActor(ABC):
             local_address=member_socket() if server_keys else "",
             cores=tuple(cores),
         )
-        coordinator = CoordinatorHandle.connect(namespace)
-        # A tcp socket needs the fleet's keys, so registration comes first; the port is reported once it is bound.
-        fleet_keys = enter(coordinator, member)
-        self._process: Any = self._build(member, loaded, paths, fleet_keys, server_keys)
-        self._membership = Membership(coordinator, member, self._process.stats, self._obey)
+        self._process: Any = None
+        self._membership = Membership(CoordinatorHandle.connect(namespace), member, self._stats, self._obey)
         self._membership.join_fleet()
-        self._process.start()
+        process = self._build(member, loaded, paths, info.fleet_keys, server_keys)
+        process.start()
+        self._process = process
+        # The port of a tcp socket is known once it is bound.
         self._membership.become("ready", self._process.address)
         depart_on_sigterm(self._membership, self._is_idle, self.stop, loaded.gateway.drain_s)
 
@@ -99,7 +99,7 @@ class MemberActor(ABC):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        """Makes the serving part; it is started once the member has joined the fleet."""
+        """Makes the serving part."""
 
     def _model(self, settings: Settings, paths: ResolvedModels, member_id: str) -> str:
         """The member's model, as shown to people."""
@@ -108,6 +108,9 @@ class MemberActor(ABC):
     def _head(self, paths: ResolvedModels, member_id: str) -> tuple[str, bool]:
         """A drafter's `Member.head` and `Member.takes_features`."""
         return "", True
+
+    def _stats(self) -> VerifierStats | DrafterStats | None:
+        return self._process.stats() if self._process is not None else None
 
     def _is_idle(self) -> bool:
         """Whether the member has no work, so that it may end without loss."""

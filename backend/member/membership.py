@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,34 +15,13 @@ import msgspec
 
 from backend.coordinator.messages import CoordinatorUnavailable
 from backend.fleet import DrafterStats, Member, MemberState, Orders, VerifierStats
-from backend.transport import ServerKeys
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
 
 logger = logging.getLogger(__name__)
 
-ENTER_LIMIT_S = 300.0
-"""Seconds a starting member waits for a coordinator that is away."""
-RETRY_S = 0.2
 REPORT_EVERY_S = 0.25
-
-
-def enter(coordinator: CoordinatorHandle, member: Member, limit_s: float = ENTER_LIMIT_S) -> ServerKeys | None:
-    """Registers a member that has just started, and returns the fleet's keys; waits for the coordinator if necessary.
-
-    Ray restarts an actor that dies, but not one whose constructor raises; the coordinator may be restarting just now.
-    Raises `CoordinatorUnavailable` after `limit_s` seconds.
-    """
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            return coordinator.register(member)
-        except CoordinatorUnavailable as error:
-            if time.monotonic() >= deadline:
-                raise
-            logger.warning("coordinator is away (%s); waiting for it to register", error)
-            time.sleep(RETRY_S)
 
 
 class Membership:
@@ -74,7 +52,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def join_fleet(self) -> None:
-        """Starts reporting."""
+        """Starts to report; the first report registers the member."""
         self._thread.start()
 
     def leave_fleet(self) -> None:
@@ -111,7 +89,7 @@ class Membership:
         self._member = msgspec.structs.replace(self._member, **fields)
 
     def _run(self) -> None:
-        while not self._leave.wait(self._interval_s):
+        while not self._leave.is_set():
             try:
                 self._report()
                 self._away = False
@@ -119,12 +97,15 @@ class Membership:
                 if not self._away:
                     logger.warning("coordinator is away (%s); serving on with the last orders", error)
                 self._away = True
+            self._leave.wait(self._interval_s)
 
     def _report(self) -> None:
         member = self._member
-        orders = self._coordinator.report(member.id, member.incarnation, self._read_stats(), member.state)
-        if orders.known and self._registered == member.route:
-            self._obey(orders)
-            return
+        # A new state that was reported before a new address would be shown with the earlier one, and peers would connect there.
+        if self._registered == member.route:
+            orders = self._coordinator.report(member.id, member.incarnation, self._read_stats(), member.state)
+            if orders.known:
+                self._obey(orders)
+                return
         self._coordinator.register(member)
         self._registered = member.route

@@ -144,7 +144,7 @@ def load_config(directory: str, target_dir: str | None = None) -> HeadConfig:
         target = target | {"vocab_size": _embedding_rows(target_dir)}
     try:
         return _parse(own, target, files)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{directory}/config.json: {type(error).__name__}: {error}") from error
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from backend.config.sources import CommandError, Parser, Say
 from backend.records import export
 from backend.records.markdown import FORCED, sections
 from backend.records.plots import draw
-from backend.records.reading import EVERYTHING, Records, Selection, VerifierTables
+from backend.records.reading import Records, VerifierTables
 from backend.records.schema import KINDS
 from backend.records.summary import Summary, summarise
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str], say: Say, note: Say) -> None:
     given = _parser().parse_args(list(arguments))
     if given.since >= given.until:
         raise CommandError("--since must be before --until")
-    records = Records(given.directory, Selection(frozenset(given.verifier), given.since, given.until))
+    records = Records(given.directory, given.verifier, given.since, given.until)
     try:
         _COMMANDS[given.command](records, given, say, note)
     except BrokenPipeError:
@@ -129,11 +130,11 @@ def _parser() -> argparse.ArgumentParser:
     say(
         "--since",
         type=_moment,
-        default=EVERYTHING.since,
+        default=-math.inf,
         metavar="TIME",
         help="only from then on: 2026-01-31T12:00:00 (UTC) or Unix seconds",
     )
-    say("--until", type=_moment, default=EVERYTHING.until, metavar="TIME", help="only before then")
+    say("--until", type=_moment, default=math.inf, metavar="TIME", help="only before then")
     say("--json", action="store_true", help="summary: as JSON")
     say("--output", type=Path, metavar="PATH", help="join: a file (default: standard output); export, report: a directory")
     say("--format", choices=sorted(SUFFIXES.values()), help="default: by the name of the file, else csv")

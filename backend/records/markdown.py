@@ -1,4 +1,4 @@
-"""Renders a summary as Markdown.  Pure."""
+"""Tables in Markdown, and those of a summary.  Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,15 +8,21 @@ from backend.records.summary import Drafting, Summary
 FORCED = "Responses were fixed: acceptance is **teacher-forced** (agreement with the trace), no live figure."
 
 
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The lines of a table, after an empty one; without rows, only that."""
+    cells = (head, ["---"] * len(head), *rows) if rows else ()
+    return ["", *("| " + " | ".join(map(str, row)) + " |" for row in cells)]
+
+
 def sections(summary: Summary) -> list[str]:
-    """The tables of a summary, each after an empty line."""
+    """The tables of a summary."""
     drafts = {"live": summary.live, "live, made ahead": summary.ahead, "teacher-forced": summary.teacher_forced}
     drafts |= {f"by {name}": each for name, each in summary.by_drafter.items()}
-    lines = _table(
+    lines = table(
         ("drafts", "number", "acceptance length", "acceptance rate", "accepted by position"),
         [(name, *_drafting(each)) for name, each in drafts.items() if each.drafts],
     )
-    lines += _table(
+    lines += table(
         ("worker", "requests", "tokens", "steps", "batch mean/max", "verify s", "busy s", "idle s, by cause", "done s"),
         [
             (
@@ -33,7 +39,7 @@ def sections(summary: Summary) -> list[str]:
             for each in summary.workers
         ],
     )
-    lines += _table(
+    lines += table(
         ("", "mean", "least", "10 %", "median", "90 %", "most", "sum"),
         [
             (name, *(_rounded(value) for value in (each.mean, each.min, each.p10, each.median, each.p90, each.max, each.sum)))
@@ -42,7 +48,7 @@ def sections(summary: Summary) -> list[str]:
     )
     if summary.worst_drafted:
         lines += ["", "Drafts agreed least with these requests:"]
-    lines += _table(
+    lines += table(
         ("request", "tokens", "draft tokens", "accepted"),
         [
             (each.request, each.tokens, each.draft_tokens, f"{each.accepted / each.draft_tokens:.0%}")
@@ -61,9 +67,3 @@ def _drafting(each: Drafting) -> tuple[str, ...]:
     shares = zip(each.accepted_by_position, each.drafted_by_position, strict=True)
     positions = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in shares)
     return str(each.drafts), f"{each.acceptance_length:.2f}", f"{each.accepted / each.draft_tokens:.2f}", positions
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """The lines of a Markdown table, after an empty one; none without rows."""
-    cells = (head, ["---"] * len(head), *rows) if rows else ()
-    return ["", *("| " + " | ".join(map(str, row)) + " |" for row in cells)]

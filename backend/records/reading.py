@@ -5,7 +5,7 @@ The command-line process.  All rows that are read are held in memory.
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,25 +30,6 @@ logger = logging.getLogger(__name__)
 Numbers = npt.NDArray[np.float64]
 IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in schema.IDLE_COLUMNS}
 TIME_OF = {"step": "began_at", "request": "ended_at", "decision": "at"}
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Selects rows by verifier (empty: all verifiers) and by time, from `since` to before `until`, in Unix seconds.
-
-    A step or decision is selected by its beginning, a verification by its step, a request by its end.
-    """
-
-    verifiers: frozenset[str] = frozenset()
-    since: float = -np.inf
-    until: float = np.inf
-
-    @property
-    def is_timed(self) -> bool:
-        return self.since > -np.inf or self.until < np.inf
-
-
-EVERYTHING = Selection()
 
 
 @dataclass(frozen=True)
@@ -85,28 +66,32 @@ class Incarnation:
 
 
 class Records:
-    """All incarnations under a directory.  Raises `CommandError` when there are none, or not the selected verifiers."""
+    """Rows under a directory, of some verifiers (by default of all) and from `since` to before `until`, in Unix seconds.
 
-    def __init__(self, directory: Path, selection: Selection = EVERYTHING) -> None:
-        self.selection = selection
+    A step or decision is selected by its beginning, a verification by its step, a request by its end.
+    """
+
+    def __init__(self, directory: Path, verifiers: Collection[str] = (), since: float = -np.inf, until: float = np.inf) -> None:
+        """Raises `CommandError` when there are no records, or none of one of the verifiers."""
+        self._since, self._until = since, until
         self._read = cache(_read)
         found = _find(directory)
         known = sorted({each.verifier_id for each in found})
-        missing = selection.verifiers - set(known)
+        missing = set(verifiers) - set(known)
         if missing:
             raise CommandError(f"{directory} has no verifier {', '.join(sorted(missing))}; there are {', '.join(known)}")
-        self.incarnations = [each for each in found if not selection.verifiers or each.verifier_id in selection.verifiers]
+        self.incarnations = [each for each in found if not verifiers or each.verifier_id in verifiers]
 
     def table(self, incarnation: Incarnation, kind: str) -> pa.Table:
         """The selected rows of one kind."""
         table = self._read(incarnation.directory, kind)
-        if not self.selection.is_timed:
+        if self._since == -np.inf and self._until == np.inf:
             return table
         if kind == "verification":
             steps = self.table(incarnation, "step")["step"].combine_chunks()
             return table.filter(pc.is_in(table["step"], value_set=steps))
         at = table[TIME_OF[kind]]
-        return table.filter(pc.and_(pc.greater_equal(at, self.selection.since), pc.less(at, self.selection.until)))
+        return table.filter(pc.and_(pc.greater_equal(at, self._since), pc.less(at, self._until)))
 
     def workers(self) -> list[VerifierTables]:
         """The selected rows by incarnation.  Raises `CommandError` if there are no steps among them."""
@@ -133,8 +118,8 @@ class Records:
         """
         steps = self._read(incarnation.directory, "step")
         ended = steps["began_at"].to_numpy() - waited_ms(steps) / 1e3
-        began = np.maximum(ended - steps[IDLE_COLUMNS["no_work"]].to_numpy() / 1e3, self.selection.since)
-        return float(np.maximum(np.minimum(ended, self.selection.until) - began, 0.0).sum())
+        began = np.maximum(ended - steps[IDLE_COLUMNS["no_work"]].to_numpy() / 1e3, self._since)
+        return float(np.maximum(np.minimum(ended, self._until) - began, 0.0).sum())
 
 
 def waited_ms(steps: pa.Table) -> Numbers:
@@ -185,7 +170,7 @@ def _books(file: Path) -> Books:
         if version != SCHEMA_VERSION:
             raise CommandError(f"{file.parent}: records of version {version}; this release reads version {SCHEMA_VERSION}")
         return msgspec.json.decode(text, type=Books)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CommandError(f"{file} is not what a verifier writes: {' '.join(str(error).split())}") from error
 
 

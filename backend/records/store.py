@@ -139,7 +139,7 @@ class RecordStore:
         is_own = file.parent == self.directory
         if file.suffix == ".parquet":
             # What an earlier process left may be damaged, and goes all the same.
-            with suppress(OSError, pa.ArrowException, msgspec.MsgspecError):
+            with suppress(OSError, pa.ArrowException, ValueError, KeyError):
                 books = self._books if is_own else msgspec.json.decode((file.parent / ABOUT).read_bytes(), type=Books)
                 books.removed[file.name.partition("-")[0]] += pq.read_metadata(file).num_rows
                 _write_books(file.parent, books)

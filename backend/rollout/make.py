@@ -1,13 +1,13 @@
 """Makes traces of Python source code, for demonstrations and benchmarks.  The command's process."""
 
 import random
+from argparse import Namespace
 from itertools import islice
 from pathlib import Path
 
 from backend.models.demo import TARGET_DIR
 from backend.models.resolve import check_target, find
 from backend.rollout.corpus import load_corpus
-from backend.rollout.options import TraceOptions
 from backend.rollout.requests import Tokenizer
 from backend.rollout.trace import Case, TraceError, write_cases
 
@@ -16,7 +16,7 @@ SHORTEST = 16
 """Tokens of a prompt or a response at least."""
 
 
-def make_trace(options: TraceOptions) -> str:
+def make_trace(options: Namespace) -> str:
     """Writes the trace and returns a line that describes it.  Raises `TraceError`, `ModelError`."""
     target = find("--model", options.model, TARGET_DIR, lambda line: None)
     check_target(target)
@@ -30,10 +30,11 @@ def make_trace(options: TraceOptions) -> str:
     else:
         raise TraceError(f"{options.source}: no such directory")
     chance.shuffle(documents)
-    pairs = (pair for document in documents if (pair := cut(document.text, tokenizer, options, chance)))
-    cases = [Case(number, *pair) for number, pair in enumerate(islice(pairs, options.limit))]
-    if not cases:
+    found = (pair for document in documents if (pair := cut(document.text, tokenizer, options, chance)))
+    pairs = list(islice(found, options.limit))
+    if not pairs:
         raise TraceError(f"{options.source}: no file gave a pair of a prompt and a response of {SHORTEST} tokens each")
+    cases = [Case(number, pairs[number - number % options.samples][0], gen) for number, (_, gen) in enumerate(pairs)]
     lengths = sorted(len(tokenizer.encode_response(case.gen)) for case in cases)
     try:
         write_cases(options.out, cases, with_ids=False)
@@ -42,7 +43,7 @@ def make_trace(options: TraceOptions) -> str:
     return f"{options.out}: {len(cases)} rows, responses of {lengths[0]} to {lengths[-1]} tokens, {sum(lengths)} in all"
 
 
-def cut(text: str, tokenizer: Tokenizer, options: TraceOptions, chance: random.Random) -> tuple[str, str] | None:
+def cut(text: str, tokenizer: Tokenizer, options: Namespace, chance: random.Random) -> tuple[str, str] | None:
     """Cuts a prompt and its response out of a text; they begin anywhere in its first half.  None if the text is too short.
 
     Lengths are drawn uniformly on a logarithmic scale: few long responses among many short ones.  The text is cut between

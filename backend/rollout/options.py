@@ -2,8 +2,8 @@
 
 import argparse
 import json
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +17,11 @@ DEFAULT_TOKENS = 1024
 """Longest free response in tokens, unless something else is asked for."""
 
 
-@dataclass(frozen=True)
-class RolloutOptions:
-    """The options of one `outrider rollout` that are not settings."""
+def rollout_options(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The command's own options, and the arguments that are settings.  Raises `ConfigError`; `--help` ends the program.
 
-    trace: str
-    prompts: Path | None
-    out: Path
-    join: str | None
-    """Namespace or process id of the running fleet to join, "" for the only one; None: start a fleet."""
-    fixed: bool
-    offset: int
-    batch: int | None
-    rounds: int | None
-    repeat: int
-    samples: int
-    step: int | None
-    max_tokens: int | None
-    sampling: dict[str, Any]
-    """Sampling parameters of all prompts, by vLLM's names; `--temperature` and `--max-tokens` are among them."""
-    seed: int | None
-    """None: free responses at a temperature above 0 are not reproducible."""
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """The options of one `outrider trace make`; lengths in tokens, 16 at least."""
-
-    source: Path
-    out: Path
-    model: str
-    limit: int | None
-    max_prompt: int
-    max_gen: int
-    seed: int
-
-
-def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]]:
-    """The command's own options, and the arguments that are settings.  Raises `ConfigError`; `--help` ends the program."""
+    `sampling` has the sampling parameters of all prompts, `--temperature` and `--max-tokens` among them.
+    """
     parser = _rollout_parser()
     given, settings = parser.parse_known_args(list(arguments))
     known = [*parser._option_string_actions, "--config", *ALIASES, *(flag(path) for path, _ in leaves())]
@@ -65,12 +32,11 @@ def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]
         raise ConfigError("--fixed-responses says what is emitted: no --n and no --sampling beside it")
     if given.batch is None and given.rounds is not None and given.rounds > 1:
         raise ConfigError("--rounds counts parts of --batch rows each; the same rows again: --repeat")
-    values = vars(given)
-    shared = {"temperature": values.pop("temperature"), "max_tokens": given.max_tokens or DEFAULT_TOKENS}
-    return RolloutOptions(**values | {"sampling": shared | given.sampling}), settings
+    given.sampling = {"temperature": given.temperature, "max_tokens": given.max_tokens or DEFAULT_TOKENS} | given.sampling
+    return given, settings
 
 
-def slices(options: RolloutOptions, rows: int) -> list[range]:
+def slices(options: Namespace, rows: int) -> list[range]:
     """The rows of each part of the rollout.  Raises `ConfigError` when the trace has too few."""
     if options.offset >= rows:
         raise ConfigError(f"--offset {options.offset}: there are {rows} rows")
@@ -81,12 +47,12 @@ def slices(options: RolloutOptions, rows: int) -> list[range]:
     return parts[: options.rounds]
 
 
-def trace_options(arguments: Sequence[str]) -> TraceOptions:
+def trace_options(arguments: Sequence[str]) -> Namespace:
     """Parses the arguments of `outrider trace make`.  Raises `ConfigError`; `--help` ends the program."""
-    return TraceOptions(**vars(_trace_parser().parse_args(list(arguments))))
+    return _trace_parser().parse_args(list(arguments))
 
 
-def fleet_settings(options: RolloutOptions, settings: Settings) -> Settings:
+def fleet_settings(options: Namespace, settings: Settings) -> Settings:
     """The settings of the rollout's own fleet."""
     if not options.fixed:
         return settings
@@ -148,6 +114,7 @@ def _trace_parser() -> argparse.ArgumentParser:
     say("--out", type=Path, required=True, metavar="FILE", help="train.{S}.parquet to write")
     say("--model", default="demo", metavar="NAME", help="whose tokens lengths are counted in: directory or demo (default)")
     say("--limit", type=at_least(1), metavar="N", help="so many rows at most")
+    say("--n", dest="samples", type=at_least(1), default=1, metavar="N", help="so many rows to a prompt (default: 1)")
     say("--max-prompt", type=at_least(16), default=256, metavar="N", help="longest prompt in tokens (default: 256)")
     say("--max-gen", type=at_least(16), default=512, metavar="N", help="longest response in tokens (default: 512)")
     say("--seed", type=int, default=0, metavar="N", help="of the cuts (default: 0)")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.rollout.options import RolloutOptions
 from backend.rollout.trace import Case, TraceError, shown
 
 # Importing vLLM takes seconds, and errors in the trace should be shown before.
@@ -56,7 +56,7 @@ class Tokenizer:
 
 
 def make_requests(
-    cases: Sequence[Case], tokenizer: Tokenizer, file: Path, options: RolloutOptions, front: OfflineProcessor
+    cases: Sequence[Case], tokenizer: Tokenizer, file: Path, options: Namespace, front: OfflineProcessor
 ) -> list[RolloutRequest]:
     """Requests for one round.  Raises `TraceError`, which names the first row of `file` that cannot be run.
 

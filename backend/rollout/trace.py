@@ -145,12 +145,16 @@ def _columns(file: Path, names: Sequence[str]) -> list[list[Any]]:
         for name in names:
             if name not in schema.names:
                 raise TraceError(f"{file}: no column {name!r}; it has {', '.join(schema.names) or 'none'}")
+            if schema.names.count(name) > 1:
+                raise TraceError(f"{file}: several columns {name!r}")
             kind = schema.field(name).type
             if pa.types.is_dictionary(kind):
                 kind = kind.value_type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
                 raise TraceError(f"{file}: column {name!r} holds {kind}, not strings")
         table = pq.read_table(file, columns=list(names))
+        return [table.column(name).to_pylist() for name in names]
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{file}: not UTF-8 text") from error
     except (pa.ArrowException, OSError) as error:
         raise TraceError(f"{file}: not a parquet file: {' '.join(str(error).split())[:200]}") from error
-    return [table.column(name).to_pylist() for name in names]

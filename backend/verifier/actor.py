@@ -22,7 +22,7 @@ class VerifierActor(MemberActor):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        # vLLM's import is slow; the fleet now knows that this member is starting.
+        # vLLM's import is slow; meanwhile the fleet hears that this member is starting.
         from backend.verifier.process import VerifierProcess
 
         return VerifierProcess(
@@ -38,8 +38,9 @@ class VerifierActor(MemberActor):
 
     def _is_idle(self) -> bool:
         stats = self._process.stats()
-        return stats is None or not stats.running + stats.waiting
+        return not stats.running + stats.waiting
 
     def _obey(self, orders: Orders) -> None:
-        self._process.set_drafters(orders.drafters)
+        if self._process is not None:
+            self._process.set_drafters(orders.drafters)
         super()._obey(orders)

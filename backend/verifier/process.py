@@ -63,7 +63,8 @@ class VerifierProcess:
         self._paths = paths
         self._fleet_keys = fleet_keys
         self._server_keys = server_keys
-        self._loop: EngineLoop | None = None
+        self._loop: EngineLoop
+        """Made by `start`."""
         self._failure: BaseException | None = None
         self._built = threading.Event()
         self._segments: set[Path] = set()
@@ -79,19 +80,17 @@ class VerifierProcess:
             raise self._failure
 
     def stop(self) -> None:
-        """Ends the loop and frees the engine."""
-        if self._loop is not None:
-            self._loop.stop()
+        """Ends the loop and frees the engine; once it has started."""
+        self._loop.stop()
         self._thread.join(timeout=30)
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
         """Has the engine thread apply a new assignment.  Any thread."""
-        if self._loop is not None:
-            self._loop.set_drafters(refs)
+        self._loop.set_drafters(refs)
 
-    def stats(self) -> VerifierStats | None:
-        """The counters as of the last tick (`loop.TICK_S`); None before the loop exists.  Any thread."""
-        return msgspec.msgpack.decode(self._loop.published, type=VerifierStats) if self._loop else None
+    def stats(self) -> VerifierStats:
+        """The counters as of the last tick (`loop.TICK_S`).  Any thread."""
+        return msgspec.msgpack.decode(self._loop.published, type=VerifierStats)
 
     def _main(self) -> None:
         try:

@@ -18,17 +18,11 @@ class Priority(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """A key's limits; None: no limit."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrent_requests: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Caller:
-    """One caller.  Stored responses, files and batches belong to its `owner`, not to the key that was used."""
+    """One caller.  Stored responses, files and batches belong to its `owner`, not to the key that was used.
+
+    A limit that is None does not hold.
+    """
 
     name: str
     """Name for logs; empty where no key is needed."""
@@ -36,7 +30,9 @@ class Caller:
     """The key's name in the keys file; empty for the settings' keys, or without keys."""
     models: frozenset[str] | None = None
     """Model and adapter names it may use; None: all."""
-    limits: KeyLimits = KeyLimits()
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
     weight: float = 1.0
     """Its share of the fleet where keys compete, relative to other keys' weights."""
     priority: Priority = Priority.INTERACTIVE

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from backend.config.sources import ConfigError, read_yaml_text
-from gateway.auth.caller import ANYBODY, Caller, KeyLimits, Priority
+from gateway.auth.caller import ANYBODY, Caller, Priority
 
 PREFIX = "or-"
 RESERVED = frozenset({"admin-key", "anybody", "api-key", "nobody"})
@@ -67,10 +67,10 @@ class KeyEntry(BaseModel):
 
     def caller(self) -> Caller:
         models = None if self.models is None else frozenset(self.models)
-        limits = KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
         priority = Priority[self.priority.upper()]
         admin, metrics = "admin" in self.rights, "metrics" in self.rights
-        return Caller(self.name, self.name, models, limits, self.weight, priority, admin, metrics, self.learn)
+        return Caller(self.name, self.name, models, *limits, self.weight, priority, admin, metrics, self.learn)
 
 
 class _File(BaseModel):

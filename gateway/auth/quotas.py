@@ -94,7 +94,7 @@ class Quotas:
 
         Raises `RateLimited`.
         """
-        name, most = caller.name, caller.limits.concurrent_requests
+        name, most = caller.name, caller.concurrent_requests
         if most is not None and self._open[name] + self._open_elsewhere.get(name, 0) >= most:
             raise RateLimited(f"This key's limit on concurrent requests is {most}. Try again when one has ended.")
         requests = self._bucket(caller, "requests")
@@ -122,8 +122,8 @@ class Quotas:
 
     def _bucket(self, caller: Caller, kind: Kind) -> Bucket:
         """A key's bucket, with the key's present limit."""
-        bucket, limits = self._buckets[caller.name, kind], caller.limits
-        bucket.limit = limits.requests_per_minute if kind == "requests" else limits.tokens_per_minute
+        bucket = self._buckets[caller.name, kind]
+        bucket.limit = caller.requests_per_minute if kind == "requests" else caller.tokens_per_minute
         return bucket
 
     async def _exchange_forever(self, store: SharedCounters) -> None:

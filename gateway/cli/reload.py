@@ -23,11 +23,14 @@ def reload(url: str, settings: GatewaySettings) -> list[str]:
             status, body = response.status_code, response.json()
     except (OSError, httpx.HTTPError, ValueError) as error:
         raise CommandError(f"{url}: {str(error) or type(error).__name__}") from None
-    if status != 200:
-        raise CommandError(body["error"]["message"])
-    lines = [f"{body['keys']} keys; changed: {', '.join(body['changed']) or 'nothing else'}"]
-    if body["needs_restart"]:
-        lines.append(f"these need a restart: {', '.join(body['needs_restart'])}")
+    try:
+        if status != 200:
+            raise CommandError(body["error"]["message"])
+        lines = [f"{body['keys']} keys; changed: {', '.join(body['changed']) or 'nothing else'}"]
+        if body["needs_restart"]:
+            lines.append(f"these need a restart: {', '.join(body['needs_restart'])}")
+    except (LookupError, TypeError):
+        raise CommandError(f"{url}: no gateway of Outrider answers there (status {status})") from None
     return lines
 
 

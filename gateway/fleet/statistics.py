@@ -3,15 +3,20 @@
 Runs in the gateway's event loop.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from backend.wire.engine import Account, RequestOptions, Tally
+
+if TYPE_CHECKING:
+    from gateway.fleet.sequences import InFlight
 
 ACCOUNT_WAIT_S = 1.0
 """Seconds that an answer waits for missing accounts.  If the gateway ended a sequence at a stop string, its account comes only
@@ -31,19 +36,11 @@ class Cut:
     """Monotonic seconds."""
 
 
-class Timed(Protocol):
-    """A sequence, as far as its statistics show it; see `InFlight`."""
-
-    first_token: float | None
-    last_token: float | None
-    emitted_tokens: int
-
-
 @dataclass
 class SequenceStatistics:
     """The accounts and moves of one sequence."""
 
-    record: Timed
+    record: InFlight
     accounts: list[Account] = field(default_factory=list)
     moves: list[Cut] = field(default_factory=list)
     awaited: list[asyncio.Future[None]] = field(default_factory=list)
@@ -96,7 +93,7 @@ class SpeculationOptions:
     """The fleet's mode."""
     statistics: dict[int, SequenceStatistics] = field(default_factory=dict)
 
-    def follow(self, record: Timed, request_id: str, prompt_id: str, choices: int) -> SequenceStatistics | None:
+    def follow(self, record: InFlight, request_id: str, prompt_id: str, choices: int) -> SequenceStatistics | None:
         """The statistics of a sequence that is about to be submitted, if they are needed.
 
         vLLM's `request_id` begins with the choice's number if there are several; its `prompt_id` may end with the prompt's.

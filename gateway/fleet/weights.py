@@ -8,6 +8,9 @@ from gateway.fleet.engine_link import UtilityError, VerifierLink
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 10.0
+"""Seconds after which a verifier that could not load the newest weights is asked again: its own may have slept, say."""
+
 
 class WeightsInForce:
     """The newest weights that any verifier was given for the whole fleet."""
@@ -47,16 +50,19 @@ class WeightsInForce:
         if link.weights.update > self.newest.update:
             self.newest = link.weights
         elif self.is_behind(link) and self.newest.path and self._requested.get(link, (None,))[0] != self.newest:
-            self._requested[link] = self.newest, asyncio.create_task(_catch_up(link, self.newest))
+            self._requested[link] = self.newest, asyncio.create_task(self._catch_up(link, self.newest))
 
     def gone(self, link: VerifierLink) -> None:
         self._requested.pop(link, None)
         if (reported := self._reported.pop(link, None)) is not None:
             self._away[link.member.id] = link.member.incarnation, reported
 
-
-async def _catch_up(link: VerifierLink, weights: Weights) -> None:
-    try:
-        await link.call("catch_up", weights.path, weights.version, weights.update)
-    except UtilityError as error:
-        logger.error("verifier %s stays without requests: weights %s: %s", link.member.id, weights.version, error)
+    async def _catch_up(self, link: VerifierLink, weights: Weights) -> None:
+        try:
+            await link.call("catch_up", weights.path, weights.version, weights.update)
+        except UtilityError as error:
+            logger.error("verifier %s gets no requests until it has weights %s: %s", link.member.id, weights.version, error)
+            await asyncio.sleep(RETRY_S)
+            if self._requested.get(link, (None,))[0] is weights:
+                # Its next report asks again.
+                del self._requested[link]

@@ -1,4 +1,4 @@
-"""vLLM's answers as clients get them: fields that only vLLM has are left out where they are null."""
+"""vLLM's answers as clients get them: of fields that are null, only some of OpenAI's are shown."""
 
 import asyncio
 import gc
@@ -15,38 +15,16 @@ from backend.engine.front.deferred import Deferred, discard, in_turns
 from backend.engine.front.stream import detailed
 from gateway.http.errors import checked
 
-_SILENT_WHEN_NULL = frozenset(
-    {
-        "annotations",
-        "audio",
-        "cache_creation_input_tokens",
-        "cache_read_input_tokens",
-        "created_cache_tokens",
-        "ec_transfer_params",
-        "function_call",
-        "input_messages",
-        "kv_transfer_params",
-        "metrics",
-        "multimodal_tokens",
-        "output_messages",
-        "parent",
-        "prompt_logprobs",
-        "prompt_text",
-        "prompt_token_ids",
-        "reasoning",
-        "routed_experts",
-        "stop_reason",
-        "token_ids",
-        "token_strs",
-    }
-)
+_OF_USAGE = {"cached_tokens", "completion_tokens", "completion_tokens_details", "prompt_tokens_details"}
+_NULLABLE = _OF_USAGE | {"content", "finish_reason", "logprobs", "refusal", "service_tier", "system_fingerprint"}
+"""Fields of OpenAI's that clients get even where they are null."""
 _ANSWERED = ("choices", "message", "prompt_tokens_details", "usage")
 """Fields of an answer whose objects are cleaned of such nulls too."""
 
 
 def body(answer: pydantic.BaseModel) -> dict[str, Any]:
     """An answer's JSON."""
-    made = _without_silent_nulls(answer.model_dump(mode="json", by_alias=True))
+    made = _without_nulls(answer.model_dump(mode="json", by_alias=True))
     return made | {"usage": detailed(made["usage"])} if "usage" in made else made
 
 
@@ -115,13 +93,13 @@ def _list(values: list[Any] | None) -> bytes:
     return b"[%b]" % b",".join(pieces)
 
 
-def _without_silent_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """The answer without fields that clients do not expect when they are null, also in the objects inside."""
-    kept = {name: each for name, each in value.items() if each is not None or name not in _SILENT_WHEN_NULL}
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """The answer without nulls that clients do not expect, also in the objects inside."""
+    kept = {name: each for name, each in value.items() if each is not None or name in _NULLABLE}
     for name in _ANSWERED:
         inner = kept.get(name)
         if isinstance(inner, dict):
-            kept[name] = _without_silent_nulls(inner)
+            kept[name] = _without_nulls(inner)
         elif isinstance(inner, list):
-            kept[name] = [_without_silent_nulls(each) for each in inner]
+            kept[name] = [_without_nulls(each) for each in inner]
     return kept

@@ -35,9 +35,7 @@ RESPONSE = shape("id", "object", "status", "output", "created_at", object={"cons
 DELETED = shape("id", "object", "deleted", id=STRING, deleted={"const": True})
 CONVERSATION = shape("id", "object", "created_at", "metadata", object={"const": "conversation"})
 ITEM = shape("id", id=STRING)
-FILE = shape("id", "object", "bytes", "created_at", "filename", "purpose", "status", object={"const": "file"})
 UPLOAD = shape("file", "purpose", file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
-BATCH = shape("id", "object", "endpoint", "input_file_id", "status", "created_at", object={"const": "batch"})
 
 
 def described(

@@ -19,7 +19,12 @@ def readable(data: dict[str, Any]) -> dict[str, Any]:
     messages = data.get("messages")
     if not isinstance(messages, list):
         return data
-    return {**data, "messages": [{**each, "content": _blocks(each.get("content"), _IN_MESSAGES)} for each in messages]}
+    return {**data, "messages": [_message(each) for each in messages]}
+
+
+def _message(message: Any) -> Any:
+    # A list of messages has passed the bounds, which know chats of many; its type is checked later.
+    return {**message, "content": _blocks(message.get("content"), _IN_MESSAGES)} if isinstance(message, dict) else message
 
 
 def _check_tools(tools: Any) -> None:

@@ -6,6 +6,8 @@ The command's process, main thread.
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache as cached
@@ -20,7 +22,7 @@ from backend.config.sources import CommandError, ConfigError, Say
 from backend.models.head_config import load_config
 from backend.models.resolve import ResolvedModels, resolve, trusts_code
 from backend.rollout.make import make_trace
-from backend.rollout.options import RolloutOptions, check_joined, fleet_settings, rollout_options, slices, trace_options
+from backend.rollout.options import check_joined, fleet_settings, rollout_options, slices, trace_options
 from backend.rollout.report import round_report
 from backend.rollout.requests import RolloutRequest, Tokenizer, make_requests
 from backend.rollout.results import write_round
@@ -65,7 +67,7 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
         raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
 
 
-def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], say: Say) -> _Work:
+def _prepare(options: Namespace, settings: Settings, models: Callable[[], ResolvedModels], say: Say) -> _Work:
     """Makes every check that is possible before anything runs; calls `models` after the cheap checks, since it may download."""
     from backend.launch.fleet import prepare_process
 
@@ -96,9 +98,7 @@ def _check_out(out: Path) -> None:
     """Raises `ConfigError` now, rather than after hours, if nothing can be written to `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".outrider-probe"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
 
@@ -110,7 +110,7 @@ def _method(models: ResolvedModels) -> str:
     return models.drafter_kind
 
 
-def _front(options: RolloutOptions, settings: Settings, models: ResolvedModels) -> OfflineProcessor:
+def _front(options: Namespace, settings: Settings, models: ResolvedModels) -> OfflineProcessor:
     """Checks what all requests share: engine arguments and sampling parameters."""
     from backend.engine.front.offline import OfflineProcessor
 
@@ -140,7 +140,7 @@ def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator
         fleet.stop()
 
 
-async def _rounds(options: RolloutOptions, coordinator: CoordinatorHandle, cluster: RayCluster, work: _Work, say: Say) -> None:
+async def _rounds(options: Namespace, coordinator: CoordinatorHandle, cluster: RayCluster, work: _Work, say: Say) -> None:
     from gateway.fleet.directory import Directory
     from gateway.rollout.fleet import RolloutFleet
     from gateway.rollout.run import RoundRunner
@@ -173,7 +173,7 @@ async def _rounds(options: RolloutOptions, coordinator: CoordinatorHandle, clust
         fleet.core.shutdown()
 
 
-def _about(options: RolloutOptions, settings: Settings, models: ResolvedModels, step: int) -> dict[str, Any]:
+def _about(options: Namespace, settings: Settings, models: ResolvedModels, step: int) -> dict[str, Any]:
     """The fields of the report that all rounds of this rollout share."""
     remote = settings.mode in REMOTE_MODES
     return {

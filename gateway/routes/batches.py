@@ -9,13 +9,14 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.auth.rights import Right
 from gateway.http.errors import BadRequest, Conflict
-from gateway.http.openapi import BATCH, LIST, described
+from gateway.http.openapi import LIST, described
 from gateway.requests.body import Body, parse, read_json
 from gateway.routes.files import ExpiresAfter, lifetime_of
 from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
 from gateway.storage.batches.calls import ENDPOINTS
-from gateway.storage.batches.objects import Batch, new_id
+from gateway.storage.batches.lines import new_id
+from gateway.storage.batches.objects import Batch
 from gateway.storage.batches.store import WINDOW_S
 
 router = APIRouter()
@@ -35,7 +36,7 @@ class NewBatch(Body):
     output_expires_after: ExpiresAfter | None = None
 
 
-@router.post("/v1/batches", **described(NewBatch, BATCH, right=Right.KEY))
+@router.post("/v1/batches", **described(NewBatch, Batch, right=Right.KEY))
 async def create_batch(request: Request) -> Response:
     """Creates a batch, which is carried out as the fleet has time."""
     gateway = gateway_of(request)
@@ -53,10 +54,12 @@ async def create_batch(request: Request) -> Response:
         created_at=now,
         expires_at=now + WINDOW_S,
         metadata=body.metadata,
+        owner=owner_of(request),
+        lifetime_s=lifetime_s,
     )
-    await store.add_batch(batch, owner_of(request), batches.model, lifetime_s)
+    await store.add_batch(batch, batches.model)
     batches.tell()
-    return as_json(batch)
+    return as_json(batch.model_dump())
 
 
 @router.get("/v1/batches", **described(gives=LIST, right=Right.KEY))
@@ -66,13 +69,13 @@ async def list_batches(request: Request, limit: int = Query(20, ge=1, le=100), a
     return JSONResponse(page_of(batches, limit, "desc", after))
 
 
-@router.get("/v1/batches/{batch_id}", **described(gives=BATCH, right=Right.KEY))
+@router.get("/v1/batches/{batch_id}", **described(gives=Batch, right=Right.KEY))
 async def get_batch(request: Request, batch_id: str) -> Response:
     """One batch, with its progress."""
-    return as_json((await gateway_of(request).batches.store.batch(batch_id, owner_of(request))).batch)
+    return as_json((await gateway_of(request).batches.store.batch(batch_id, owner_of(request))).model_dump())
 
 
-@router.post("/v1/batches/{batch_id}/cancel", **described(gives=BATCH, right=Right.KEY))
+@router.post("/v1/batches/{batch_id}/cancel", **described(gives=Batch, right=Right.KEY))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancels a batch; answers so far are kept."""
     batches = gateway_of(request).batches
@@ -86,4 +89,4 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
 
     batch = await batches.store.change(batch_id, owner_of(request), change)
     batches.tell()
-    return as_json(batch)
+    return as_json(batch.model_dump())

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from openai.types import FileObject
 from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -12,7 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from gateway.auth.rights import Right
 from gateway.http.errors import BadRequest, PayloadTooLarge, TooManyRequests, UnsupportedMedia
 from gateway.http.guard import parts_of
-from gateway.http.openapi import DELETED, FILE, LIST, UPLOAD, described
+from gateway.http.openapi import DELETED, LIST, UPLOAD, described
 from gateway.requests.body import Body, media_type, read_object
 from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
@@ -38,7 +39,7 @@ class ExpiresAfter(Body):
     seconds: int = Field(ge=3600, le=FILE_LIFETIME_S)
 
 
-@router.post("/v1/files", **described(UPLOAD, FILE, form=True, right=Right.KEY))
+@router.post("/v1/files", **described(UPLOAD, FileObject, form=True, right=Right.KEY))
 async def upload_file(request: Request) -> Response:
     """Stores a file."""
     gateway = gateway_of(request)
@@ -72,7 +73,7 @@ async def upload_file(request: Request) -> Response:
         name = (file.filename or "upload")[:MAX_NAME]
         lifetime_s = _lifetime(form)
         await store.require_room(file.size or 0)
-        return as_json(await store.add_file(file.file, name, owner_of(request), lifetime_s))
+        return as_json((await store.add_file(file.file, name, owner_of(request), lifetime_s)).model_dump())
     except MultiPartException:
         raise BadRequest("The request body is not a valid form, or has more parts than there are fields.") from None
     finally:
@@ -94,10 +95,10 @@ async def list_files(
     return JSONResponse(page_of(files, limit, order, after))
 
 
-@router.get("/v1/files/{file_id}", **described(gives=FILE, right=Right.KEY))
+@router.get("/v1/files/{file_id}", **described(gives=FileObject, right=Right.KEY))
 async def get_file(request: Request, file_id: str) -> Response:
     """One file's metadata."""
-    return as_json(await gateway_of(request).batches.store.file(file_id, owner_of(request)))
+    return as_json((await gateway_of(request).batches.store.file(file_id, owner_of(request))).model_dump())
 
 
 @router.get("/v1/files/{file_id}/content", **described(text="application/octet-stream", right=Right.KEY))

@@ -11,7 +11,6 @@ from backend.engine import front as vllm
 from gateway.admission.admit import check_model
 from gateway.auth.caller import caller_of
 from gateway.auth.rights import Right
-from gateway.http import json_answers
 from gateway.http.errors import BadRequest, EngineFailed, Forbidden, ModelNotFound, checked
 from gateway.http.openapi import LIST, described, shape
 from gateway.http.sse import unless_disconnected
@@ -143,8 +142,9 @@ async def detokenize(request: Request) -> Response:
 @router.get("/tokenizer_info", **described(gives=vllm.TokenizerInfoResponse, right=Right.KEY))
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's configuration and the chat template, without the paths that they were read from."""
-    info = json_answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())
-    return JSONResponse({name: each for name, each in info.items() if name != "name_or_path" and not name.endswith("_file")})
+    info = await gateway_of(request).services.tokenization.get_tokenizer_info()
+    shown = info.model_dump(mode="json", by_alias=True)
+    return JSONResponse({name: each for name, each in shown.items() if name != "name_or_path" and not name.endswith("_file")})
 
 
 def _answer(result: Any) -> Response:

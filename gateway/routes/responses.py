@@ -64,7 +64,9 @@ async def count_input(request: Request) -> Response:
 
 
 @router.get("/v1/responses/{response_id}", **described(gives=RESPONSE, streams=True, right=Right.KEY))
-async def get_response(request: Request, response_id: str, stream: bool = False, starting_after: int = -1) -> Response:
+async def get_response(
+    request: Request, response_id: str, stream: bool = False, starting_after: int = Query(-1, ge=-1, lt=1 << 63)
+) -> Response:
     """A stored response; with `stream`, the events of a background response that is or was streamed."""
     gateway = gateway_of(request)
     kept = await gateway.responses.store.get(response_id, owner_of(request))

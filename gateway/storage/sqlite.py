@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import sqlite3
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
@@ -17,6 +18,7 @@ Method = Callable[Concatenate[DatabaseT, P], Coroutine[Any, Any, T]]
 
 BUSY_S = 5.0
 """Seconds that one gateway waits while another writes."""
+RETRY_S = 0.05
 
 
 class Database:
@@ -27,10 +29,16 @@ class Database:
         path.touch(mode=0o600)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=path.stem)
         self._connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-        try:
-            self._connection.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {schema}")
-        except sqlite3.Error as error:
-            raise OSError(f"{path.name}: {error}") from None
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self._connection.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {schema}")
+                return
+            except sqlite3.Error as error:
+                # While another makes the file, SQLite refuses the first of these at once.
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise OSError(f"{path.name}: {error}") from None
+            time.sleep(RETRY_S)
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Runs `work` as one transaction on the database's thread.  The transaction is rolled back if `work` raises."""

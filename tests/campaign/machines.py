@@ -124,7 +124,9 @@ class Network:
         self.address = f"{self.prefix}.254"
         self._log = log
         self.machines: list[Machine] = []
-        _ip("link", "add", self.name, "type", "bridge")
+        # Without an address of its own a bridge has one of its ports', and another one once that port is gone: machines would
+        # send to the old one for a minute.
+        _ip("link", "add", self.name, "address", "02:00:00:00:00:fe", "type", "bridge")
         _ip("addr", "add", f"{self.address}/24", "dev", self.name)
         _ip("link", "set", self.name, "up")
 

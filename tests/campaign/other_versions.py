@@ -2,7 +2,7 @@
 
 Triton: those of the two torch for CUDA that vLLM 0.32 and 0.33 ask for; kernels are interpreted, and compiled for GPUs.  vLLM:
 0.33, of which there is no build for the CPU; its Python files run over the operators of the build that is installed, so engines
-run, too.  Both are downloaded into a temporary folder.  Other arguments go to pytest (`-k contract`).
+run, too.  Both are downloaded into a temporary folder.  Arguments go to the pytest of vLLM 0.33 (`-k contract`).
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         for version in TRITONS:
             _pip("install", "--target", str(folder / version), f"triton=={version}")
-        statuses = [_tests(folder / version, [*KERNELS, *arguments]) for version in TRITONS]
+        statuses = [_tests(folder / version, KERNELS) for version in TRITONS]
         return max(*statuses, _tests(over_cpu(folder), ["-n", "2", "--no-loadscope-reorder", *arguments]))
 
 

@@ -1,4 +1,4 @@
-"""Batches: a gateway that is killed loses no line and doubles none; and what people notice of a batch."""
+"""Batches: a gateway that is killed loses no line and doubles none."""
 
 import asyncio
 import os

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from backend.records.reading import Records, Selection
+from backend.records.reading import Records
 from backend.records.summary import request_speeds, summarise, total
 from tests.support.dashboards import ROOT, Expression, of_panels, of_rules, of_variables, recorded
 from tests.support.fleet_process import ServedFleet, free_port, wait_for
@@ -138,4 +138,4 @@ def test_expressions_return_data_that_the_records_confirm(tmp_path: Path) -> Non
         rested = time.time() + 2  # The last counters have arrived at the gateway.
         wait_for(lambda: query(prometheus, f"timestamp(up) > {rested}") != [], what="a scrape at rest")
         scraped = scraped_figures(prometheus)
-    assert scraped == pytest.approx(recorded_figures(Records(records, Selection())), rel=0.02)
+    assert scraped == pytest.approx(recorded_figures(Records(records)), rel=0.02)

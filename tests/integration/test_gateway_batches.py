@@ -19,6 +19,11 @@ from tests.support.running_gateway import CHAT, COMPLETION, RESPONSE, Keys, runn
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(batching, "LOOK_S", 0.05)
+
+
 def request(custom_id, body=CHAT, url=CHATS, **fields):
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body, **fields}
 
@@ -51,34 +56,34 @@ async def lines_of(client, file_id):
     return [json.loads(line) for line in (await client.files.content(file_id)).text.splitlines()] if file_id else []
 
 
-async def test_from_file_to_file():
-    async with serving() as (running, client):
-        content = jsonl(*(request(f"r{index}") for index in range(5)), b"  ", request("bad", {**CHAT, "temperature": -1}))
-        batch = await begin(client, content, metadata={"nightly": "yes"})
-        assert batch.status == "validating"
-        assert batch.expires_at == batch.created_at + 86400
-        batch = await until(client, batch, "completed")
-        assert batch.request_counts.model_dump() == {"total": 6, "completed": 5, "failed": 1}
-        assert batch.model == "demo"
-        assert batch.metadata == {"nightly": "yes"}
-        assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
-        assert batch.usage.output_tokens == 30
-        assert batch.usage.total_tokens == 30 + batch.usage.input_tokens
-        answers = await lines_of(client, batch.output_file_id)
-        assert [each["custom_id"] for each in answers] == [f"r{index}" for index in range(5)]
-        alone = (await client.chat.completions.create(**CHAT)).choices[0].message.content
-        for each in answers:
-            assert each.keys() == {"id", "custom_id", "response", "error"}
-            assert each["error"] is None
-            assert each["response"]["status_code"] == 200
-            assert each["response"]["body"]["choices"][0]["message"]["content"] == alone
-        (failed,) = await lines_of(client, batch.error_file_id)
-        assert failed["response"]["status_code"] == 400
-        assert failed["response"]["body"]["error"]["param"] == "temperature"
-        output = await client.files.retrieve(batch.output_file_id)
-        assert output.purpose == "batch_output"
-        assert output.bytes == len((await client.files.content(output.id)).content)
-        assert running.idle
+async def test_from_file_to_file(running):
+    client = running.client
+    content = jsonl(*(request(f"r{index}") for index in range(5)), b"  ", request("bad", {**CHAT, "temperature": -1}))
+    batch = await begin(client, content, metadata={"nightly": "yes"})
+    assert batch.status == "validating"
+    assert batch.expires_at == batch.created_at + 86400
+    batch = await until(client, batch, "completed")
+    assert batch.request_counts.model_dump() == {"total": 6, "completed": 5, "failed": 1}
+    assert batch.model == "demo"
+    assert batch.metadata == {"nightly": "yes"}
+    assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    assert batch.usage.output_tokens == 30
+    assert batch.usage.total_tokens == 30 + batch.usage.input_tokens
+    answers = await lines_of(client, batch.output_file_id)
+    assert [each["custom_id"] for each in answers] == [f"r{index}" for index in range(5)]
+    alone = (await client.chat.completions.create(**CHAT)).choices[0].message.content
+    for each in answers:
+        assert each.keys() == {"id", "custom_id", "response", "error"}
+        assert each["error"] is None
+        assert each["response"]["status_code"] == 200
+        assert each["response"]["body"]["choices"][0]["message"]["content"] == alone
+    (failed,) = await lines_of(client, batch.error_file_id)
+    assert failed["response"]["status_code"] == 400
+    assert failed["response"]["body"]["error"]["param"] == "temperature"
+    output = await client.files.retrieve(batch.output_file_id)
+    assert output.purpose == "batch_output"
+    assert output.bytes == len((await client.files.content(output.id)).content)
+    assert running.idle
 
 
 @pytest.mark.parametrize(("url", "body"), [(TEXTS, COMPLETION), ("/v1/responses", RESPONSE)])
@@ -133,53 +138,49 @@ BAD_LINES = [
 ]
 
 
-async def test_bad_lines_fail_the_batch_before_anything_is_carried_out(monkeypatch):
+async def test_bad_lines_fail_the_batch_before_anything_is_carried_out(running, monkeypatch):
     monkeypatch.setattr("gateway.storage.batches.serving.MAX_BODY_BYTES", 1 << 20)
-    async with serving() as (running, client):
-        content = jsonl(request("good"), *(line for line, _, _ in BAD_LINES), request("last"))
-        batch = await until(client, await begin(client, content), "failed")
-        errors = [(each.line, each.code, each.param) for each in batch.errors.data]
-        assert errors == [(number, code, param) for number, (_, code, param) in enumerate(BAD_LINES, 2)]
-        assert all(each.message for each in batch.errors.data)
-        assert batch.errors.object == "list"
-        assert batch.failed_at
-        assert batch.output_file_id is None
-        empty = await until(client, await begin(client, b"\n"), "failed")
-        assert [each.code for each in empty.errors.data] == ["empty_file"]
-        assert running.verifier.sequences == []
-
-
-async def test_too_many_lines(running, monkeypatch):
+    client = running.client
+    content = jsonl(request("good"), *(line for line, _, _ in BAD_LINES), request("last"))
+    batch = await until(client, await begin(client, content), "failed")
+    errors = [(each.line, each.code, each.param) for each in batch.errors.data]
+    assert errors == [(number, code, param) for number, (_, code, param) in enumerate(BAD_LINES, 2)]
+    assert all(each.message for each in batch.errors.data)
+    assert batch.errors.object == "list"
+    assert batch.failed_at
+    assert batch.output_file_id is None
+    empty = await until(client, await begin(client, b"\n"), "failed")
+    assert [each.code for each in empty.errors.data] == ["empty_file"]
     monkeypatch.setattr("gateway.storage.batches.lines.MAX_LINES", 2)
-    content = jsonl(*(request(str(n)) for n in range(3)))
-    batch = await until(running.client, await begin(running.client, content), "failed")
-    assert [each.code for each in batch.errors.data] == ["too_many_tasks"]
+    long = await until(client, await begin(client, jsonl(*(request(str(n)) for n in range(3)))), "failed")
+    assert [each.code for each in long.errors.data] == ["too_many_tasks"]
+    assert running.verifier.sequences == []
 
 
-async def test_cancelling_keeps_what_is_answered():
-    async with serving() as (running, client):
+async def test_cancelling_keeps_what_is_answered(running):
+    client = running.client
 
-        async def some(verifier, sequence):
-            await (count_up if len(verifier.sequences) <= 2 else silence)(verifier, sequence)
+    async def some(verifier, sequence):
+        await (count_up if len(verifier.sequences) <= 2 else silence)(verifier, sequence)
 
-        running.verifier.behaviour = some
-        batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(20))))
-        await eventually(lambda: len(running.verifier.sequences) >= 3)
-        with pytest.raises(openai.ConflictError):
-            await client.files.delete(batch.input_file_id)
-        batch = await client.batches.cancel(batch.id)
-        assert batch.status == "cancelling"
-        batch = await until(client, batch, "cancelled")
-        assert batch.cancelling_at <= batch.cancelled_at
-        assert batch.request_counts.model_dump() == {"total": 20, "completed": 2, "failed": 18}
-        assert len(await lines_of(client, batch.output_file_id)) == 2
-        rest = await lines_of(client, batch.error_file_id)
-        assert {each["error"]["code"] for each in rest} == {"batch_cancelled"}
-        assert all(each["response"] is None for each in rest)
-        with pytest.raises(openai.ConflictError):
-            await client.batches.cancel(batch.id)
-        await eventually(lambda: running.idle)
+    running.verifier.behaviour = some
+    batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(20))))
+    await eventually(lambda: len(running.verifier.sequences) >= 3)
+    with pytest.raises(openai.ConflictError):
         await client.files.delete(batch.input_file_id)
+    batch = await client.batches.cancel(batch.id)
+    assert batch.status == "cancelling"
+    batch = await until(client, batch, "cancelled")
+    assert batch.cancelling_at <= batch.cancelled_at
+    assert batch.request_counts.model_dump() == {"total": 20, "completed": 2, "failed": 18}
+    assert len(await lines_of(client, batch.output_file_id)) == 2
+    rest = await lines_of(client, batch.error_file_id)
+    assert {each["error"]["code"] for each in rest} == {"batch_cancelled"}
+    assert all(each["response"] is None for each in rest)
+    with pytest.raises(openai.ConflictError):
+        await client.batches.cancel(batch.id)
+    await eventually(lambda: running.idle)
+    await client.files.delete(batch.input_file_id)
 
 
 async def test_a_batch_expires(tmp_path):
@@ -271,6 +272,21 @@ async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch
         assert (await until(client, batch, "completed")).request_counts.completed == 1
 
 
+@pytest.mark.parametrize(("url", "body"), [(CHATS, CHAT), ("/v1/responses", RESPONSE)])
+async def test_lines_that_a_pause_cuts_off_are_tried_again(running, monkeypatch, url, body):
+    monkeypatch.setattr(batching, "RETRY_S", (0.01, 0.05))
+    running.verifier.behaviour = silence
+    batch = await begin(running.client, jsonl(request("a", body, url)), url)
+    await eventually(lambda: bool(running.verifier.sequences))
+    assert (await running.http.post("/pause")).status_code == 200
+    running.verifier.behaviour = count_up
+    assert (await running.http.post("/resume")).status_code == 200
+    batch = await until(running.client, batch, "completed")
+    (answer,) = await lines_of(running.client, batch.output_file_id)
+    usage = answer["response"]["body"]["usage"]
+    assert usage.get("output_tokens", usage.get("completion_tokens")) == batch.usage.output_tokens > 0
+
+
 async def test_a_line_that_is_too_large_for_its_key_is_not_tried_again(tmp_path):
     keys = Keys(tmp_path)
     mine = keys.put("mine", tokens_per_minute=300)
@@ -284,10 +300,10 @@ async def test_a_line_that_is_too_large_for_its_key_is_not_tried_again(tmp_path)
         assert (line["custom_id"], line["response"]["status_code"]) == ("a", 429)
 
 
-async def test_people_go_first(monkeypatch):
+async def test_people_go_first_and_batches_take_no_places_of_theirs(monkeypatch):
     monkeypatch.setattr("gateway.storage.batches.pace.room", lambda _, quiet, *others: 3 if quiet else 1)
     monkeypatch.setattr("gateway.storage.batches.pace.QUIET_AFTER_S", 1e9)
-    async with serving() as (running, client):
+    async with serving(max_in_flight=1) as (running, client):
         running.verifier.behaviour = silence
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
         await eventually(lambda: bool(running.core.sequences.batched))
@@ -296,6 +312,8 @@ async def test_people_go_first(monkeypatch):
         talk = await client.chat.completions.create(**CHAT)
         assert talk.choices[0].finish_reason == "length"
         assert running.core.sequences.held == 2
+        for state, count in (("running", 1), ("held", 2)):
+            assert await running.metric("outrider_batch_sequences", state=state) == count
         await eventually(lambda: sum(each.aborted.is_set() for each in running.verifier.sequences) == 2)
         monkeypatch.setattr("gateway.storage.batches.pace.QUIET_AFTER_S", 0)
         await eventually(lambda: sum("~2" in each.request_id for each in running.verifier.sequences) == 2)
@@ -317,21 +335,6 @@ async def test_keys_of_batches_go_last_without_a_folder_too(tmp_path, monkeypatc
         await eventually(lambda: running.core.sequences.held == 2)
         running.verifier.behaviour = count_up
         assert (await running.http.post(CHATS, json=CHAT, headers=other)).status_code == 200
-
-
-async def test_batches_take_no_places_of_others():
-    async with serving(max_in_flight=1) as (running, client):
-
-        async def for_others(verifier, sequence):
-            await (silence if sequence.max_tokens == 5 else count_up)(verifier, sequence)
-
-        running.verifier.behaviour = for_others
-        await begin(client, jsonl(request("a", {**CHAT, "max_tokens": 5})))
-        await eventually(lambda: bool(running.core.sequences.batched))
-        assert (await running.http.post(CHATS, json=CHAT)).status_code == 200
-        await eventually(lambda: running.core.sequences.batched == 1)
-        for state, count in (("running", 1), ("held", 0)):
-            assert await running.metric("outrider_batch_sequences", state=state) == count
 
 
 async def test_files():

@@ -16,22 +16,20 @@ from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventuall
 from tests.support.running_gateway import COMPLETION, Running, events, running_gateway
 
 
-async def test_members_come_restart_and_drain(tmp_path):
+async def test_members_come_restart_and_drain():
     async with running_gateway() as running:
-        second = FakeVerifier(tmp_path, "verifier-1", max_model_len=128).start()
+        second = running.another("verifier-1", max_model_len=128)
         running.directory.set_members([running.verifier.member, second.member])
         await eventually(lambda: len(running.core.ready_links) == 2)
         # The smallest context of the fleet is what clients may use.
         assert (await running.http.get("/v1/models")).json()["data"][0]["max_model_len"] == 128
 
         draining = msgspec.structs.replace(running.verifier.member, state="draining")
-        restarted = FakeVerifier(tmp_path, "verifier-1").start()
+        restarted = running.another("verifier-1")
         running.directory.set_members([draining, restarted.member])
         await eventually(lambda: [link.member.incarnation for link in running.core.routable_links()] == [restarted.incarnation])
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
         assert len(restarted.sequences) == 1
-        second.close()
-        restarted.close()
 
 
 async def test_a_member_declared_lost_is_dropped_unless_it_answers(monkeypatch):
@@ -136,7 +134,7 @@ async def reports(running: Running, idle: FakeVerifier, looks: int) -> None:
     await eventually(lambda: all(link.stats and link.stats.decode_steps == 10 * looks for link in links))
 
 
-async def test_requests_move_to_a_faster_verifier_unless_they_were_just_placed(tmp_path, monkeypatch):
+async def test_requests_move_to_a_faster_verifier_unless_they_were_just_placed(monkeypatch):
     plans: list[Any] = []
 
     def planned(*given: Any) -> Any:
@@ -151,7 +149,7 @@ async def test_requests_move_to_a_faster_verifier_unless_they_were_just_placed(t
         for _ in range(6):
             running.begin(stream=True, max_tokens=200)
         await running.until_emitted(6)
-        idle = FakeVerifier(tmp_path, "idle").start()
+        idle = running.another("idle")
         idle.behaviour = stall
         running.directory.set_members([running.verifier.member, idle.member])
         await eventually(lambda: len(running.core.ready_links) == 2)
@@ -164,5 +162,3 @@ async def test_requests_move_to_a_faster_verifier_unless_they_were_just_placed(t
                 monkeypatch.setattr(balance, "DWELL_S", 0.0)
         assert looks >= 9
         assert await running.metric("outrider_migrations_total", cause="balance") >= 1
-        await running.leave()
-        idle.close()

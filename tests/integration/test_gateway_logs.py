@@ -99,8 +99,6 @@ async def test_a_url_forges_no_text_line(caplog):
     with logged("text", "outrider.audit") as stream:
         async with running_gateway(admin_key="adm") as running:
             assert (await running.http.post(forged)).status_code == 401
-            for control in ("%0A", "%0D", "%1B%5B2K", "%C2%85"):
-                assert (await running.http.post(forged + control)).status_code == 400
     (line,) = stream.getvalue().splitlines()
     assert "what=POST /admin/x%E2%80%A82026-01-01%20INFO%20outrider.audit%3A%20by%3Droot fields" in line
 

@@ -1,13 +1,11 @@
 """Anthropic's messages over HTTP, in front of a fake verifier."""
 
-import json
-
-import anthropic
 import pytest
 from vllm.v1.engine import FinishReason
 
 from tests.support.checkable import Paint
 from tests.support.fake_verifier import saying
+from tests.support.running_gateway import heard
 
 HI = {"model": "demo", "max_tokens": 40, "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
@@ -19,12 +17,8 @@ def running(running):
     return running
 
 
-def client(running):
-    return anthropic.AsyncAnthropic(base_url=running.server.url, api_key="none", max_retries=0)
-
-
 async def test_a_message_is_answered_and_streams_and_its_tokens_are_counted(running):
-    messages = client(running).messages
+    messages = running.anthropic.messages
     answer = await messages.create(**HI, system="be brief", metadata={"user_id": "u"})
     assert (answer.content[0].text, answer.stop_reason, answer.role) == ("def f(x):", "end_turn", "assistant")
     counted = await messages.count_tokens(model="demo", messages=HI["messages"], system="be brief")
@@ -55,8 +49,8 @@ async def test_a_message_is_answered_and_streams_and_its_tokens_are_counted(runn
 async def test_a_call_is_an_answer_also_without_an_object_of_arguments(running, emitted, finish, stop_reason, arguments):
     running.verifier.behaviour = saying(emitted, finish)
     body = {**HI, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}
-    whole = await client(running).messages.create(**body)
-    async with client(running).messages.stream(**body) as stream:
+    whole = await running.anthropic.messages.create(**body)
+    async with running.anthropic.messages.stream(**body) as stream:
         streamed = await stream.get_final_message()
     for answer in (whole, streamed):
         (use,) = answer.content
@@ -65,10 +59,10 @@ async def test_a_call_is_an_answer_also_without_an_object_of_arguments(running, 
 
 async def test_a_schema_and_models(running):
     running.verifier.behaviour = saying('{"colour": "red", "coats": 1}')
-    made = await client(running).messages.parse(**HI, output_format=Paint)
+    made = await running.anthropic.messages.parse(**HI, output_format=Paint)
     assert made.parsed_output == Paint(colour="red", coats=1)
     assert "coats" in running.verifier.sequences[-1].request.sampling_params.structured_outputs.json["required"]
-    assert [(each.id, each.type) async for each in client(running).models.list()] == [("demo", "model")]
+    assert [(each.id, each.type) async for each in running.anthropic.models.list()] == [("demo", "model")]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +70,7 @@ async def test_a_schema_and_models(running):
     [
         ({"model": "nope"}, 404, "not_found_error"),
         ({"messages": 5}, 400, "invalid_request_error"),
+        ({"messages": [HI["messages"]]}, 400, "invalid_request_error"),
         ({"max_tokens": None}, 400, "invalid_request_error"),
         ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, 400, "invalid_request_error"),
     ],
@@ -134,11 +129,8 @@ CLAUDE_CODE = {
 
 @pytest.mark.parametrize("thinking", [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 31999}])
 async def test_claude_code_is_answered(running, thinking):
-    events = []
     body = {**CLAUDE_CODE, "thinking": thinking}
-    async with running.http.stream("POST", "/v1/messages?beta=true", json=body) as answer:
-        async for line in answer.aiter_lines():
-            events += [json.loads(line.removeprefix("data: "))] if line.startswith("data: ") else []
+    events = heard((await running.http.post("/v1/messages?beta=true", json=body)).text)
     assert events[-1]["type"] == "message_stop", events
     assert "".join(each["delta"]["text"] for each in events if each["type"] == "content_block_delta") == "def f(x):"
     counted = {name: value for name, value in body.items() if name not in ("max_tokens", "metadata", "stream")}
@@ -168,8 +160,7 @@ async def test_what_a_document_says_is_read(running, block, text):
     for content in ([block], result_of(block)):
         answer = await running.http.post("/v1/messages", json={**HI, "messages": [{"role": "user", "content": content}]})
         assert answer.status_code == 200, answer.text
-        tokenizer = running.server.gateway.client.renderer.tokenizer
-        assert text in tokenizer.decode(running.verifier.sequences[-1].request.prompt_token_ids)
+        assert text in running.prompt
 
 
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}

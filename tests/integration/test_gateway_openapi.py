@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
@@ -46,20 +45,12 @@ async def test_every_route_is_documented_and_nothing_else(running):
     assert len(names) == len({*names})
 
 
-@pytest.mark.parametrize(("path", "body"), TAKEN)
-async def test_what_is_taken_is_documented(running, path, body):
-    await taken(running, path, body)
-
-
-async def test_a_conversation_is_documented(running):
-    made = (await running.http.post("/v1/conversations", json={})).json()["id"]
-    for conversation in (made, {"id": made}):
-        await taken(running, "/v1/responses", {**RESPONSE, "conversation": conversation})
-
-
-async def taken(running, path, body):
+async def test_what_is_taken_is_documented(running):
     document = (await running.http.get("/openapi.json")).json()
-    answer = await running.http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    Draft202012Validator({**schema, "components": document["components"]}).validate(body)
+    made = (await running.http.post("/v1/conversations", json={})).json()["id"]
+    conversations = [("/v1/responses", {**RESPONSE, "conversation": each}) for each in (made, {"id": made})]
+    for path, body in (*TAKEN, *conversations):
+        answer = await running.http.post(path, json=body)
+        assert answer.status_code == 200, (body, answer.text)
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        Draft202012Validator({**schema, "components": document["components"]}).validate(body)

@@ -13,7 +13,7 @@ from backend.engine.front.stream import PlainStream
 from gateway.routes import generate
 from tests.integration.test_gateway_abuse import likely
 from tests.support.fake_verifier import count_up, eventually
-from tests.support.running_gateway import MODEL_DIR
+from tests.support.running_gateway import MODEL_DIR, heard
 
 TEXT = 'def naïve(x):\n\t"""漢字 🙂 100%s {content}""" # \\ end\n    return x'
 TOKENS = Tokenizer.from_file(f"{MODEL_DIR}/tokenizer.json").encode(TEXT).ids
@@ -90,16 +90,9 @@ class Steps:
 async def events(running, path: str, body: dict, script) -> list:
     """The stream's events without what differs from one request to the next."""
     running.verifier.behaviour = Steps(script, running.core)
-    found: list = []
-    rest = b""
-    async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
-        async for data in response.aiter_raw():
-            *whole, rest = (rest + data).split(b"\n\n")
-            for event in whole:
-                payload = event.removeprefix(b"data: ")
-                found.append(json.loads(payload) if payload.startswith(b"{") else payload)
-        found.append(response.status_code)
-    found.append(rest)
+    response = await running.http.post(path, json={**body, "stream": True})
+    *whole, rest = [each.removeprefix(b"data: ") for each in response.content.split(b"\n\n")]
+    found = [*(json.loads(each) if each.startswith(b"{") else each for each in whole), response.status_code, rest]
     await eventually(lambda: running.idle)
     for each in found:
         for place in (each, *each["choices"]) if isinstance(each, dict) and "choices" in each else ():
@@ -175,8 +168,7 @@ async def test_answers_have_the_shape_of_openais(running, stream):
         running.verifier.behaviour = likely(0) if "logprobs" in body else count_up
         request = body | {"max_tokens": 3, "stream": stream} | (USAGE if stream else {})
         answer = await running.http.post(path, json=request)
-        texts = [line[6:] for line in answer.text.splitlines() if line[6:7] == "{"] if stream else [answer.text]
-        chunks = [json.loads(each) for each in texts]
+        chunks = heard(answer.text) if stream else [answer.json()]
         as_openai_has_it(chunks[-1]["usage"])
         found = [each["logprobs"] for chunk in chunks for each in chunk["choices"] if each.get("logprobs")]
         assert bool(found) == ("logprobs" in body)
@@ -206,6 +198,5 @@ async def test_answers_have_the_shape_of_openais(running, stream):
 )
 async def test_what_is_more_than_text_is_left_to_vllm(running, path, body, plain):
     running.verifier.behaviour = Steps([([], STOP, None)], running.core)
-    async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
-        await response.aread()
+    await running.http.post(path, json={**body, "stream": True})
     assert not plain

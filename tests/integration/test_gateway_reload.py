@@ -14,7 +14,7 @@ from gateway.cli import main as cli
 from gateway.peers import Peers
 from gateway.reload import apply_rules, read_rules
 from tests.support.fake_verifier import eventually, gated
-from tests.support.running_gateway import COMPLETION, running_gateway
+from tests.support.running_gateway import COMPLETION, refusal, running_gateway
 
 ADMIN = {"authorization": "Bearer adm"}
 
@@ -78,7 +78,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog, monkeypatch):
         ):
             files.write(entries, **changes)
             refused = await http.post("/admin/reload", json={}, headers=ADMIN)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_settings")
+            assert refusal(refused) == (400, "invalid_settings")
             assert "Nothing has changed" in refused.json()["error"]["message"]
             assert str(tmp_path) not in refused.text
             assert gateway.settings is before

@@ -11,7 +11,7 @@ from gateway.http.errors import Overloaded
 from gateway.requests.limits import MAX_TEXT_PER_TOKEN, MIN_TEXT
 from tests.support.checkable import Paint
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually, gated, saying, silence, stall
-from tests.support.running_gateway import Keys, running_gateway
+from tests.support.running_gateway import Keys, heard, refusal, running_gateway
 
 
 @pytest.fixture
@@ -57,12 +57,6 @@ CODEX = {
 """What Codex sends."""
 
 
-def prompt_of(running):
-    """The text of the last prompt that the verifier got."""
-    tokenizer = running.server.gateway.client.renderer.tokenizer
-    return tokenizer.decode(running.verifier.sequences[-1].request.prompt_token_ids)
-
-
 async def ended(responses, response):
     while response.status in ("queued", "in_progress"):
         await asyncio.sleep(0.01)
@@ -91,7 +85,7 @@ async def test_what_came_before_is_part_of_the_prompt(running):
     running.verifier.behaviour = saying("return 2")
     second = await responses.create(model="demo", input="two", previous_response_id=first.id)
     third = await responses.create(model="demo", input="three", previous_response_id=second.id)
-    prompt = prompt_of(running)
+    prompt = running.prompt
     places = [prompt.index(part) for part in ("one", "def f(x):", "two", "return 2", "three")]
     assert places == sorted(places)
     assert "quiet" not in prompt
@@ -107,7 +101,7 @@ async def test_items_are_shown_whole_and_references_lead_to_outputs_that_are_kep
     responses = running.client.responses
     items = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
     made = await responses.create(model="demo", input=items)
-    assert "one\ntwo\nthree" in prompt_of(running)
+    assert "one\ntwo\nthree" in running.prompt
     listed = [item async for item in responses.input_items.list(made.id, limit=2, order="asc")]
     assert [(item.type, item.content[0].type, item.content[0].text) for item in listed] == [
         ("message", "input_text", "one"),
@@ -116,7 +110,7 @@ async def test_items_are_shown_whole_and_references_lead_to_outputs_that_are_kep
     ]
     items[1] = {"type": "item_reference", "id": made.output[0].id}
     await responses.create(model="demo", input=items)
-    assert "one\ndef f(x):\nthree" in prompt_of(running)
+    assert "one\ndef f(x):\nthree" in running.prompt
     with pytest.raises(openai.NotFoundError):
         await responses.create(model="demo", input=[{"type": "item_reference", "id": "msg_nowhere"}])
 
@@ -158,9 +152,7 @@ async def test_events_come_in_order_and_end(running):
 
 
 async def test_codex_is_answered(running):
-    async with running.http.stream("POST", "/v1/responses", json=CODEX) as answer:
-        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-    last = json.loads(lines[-1].removeprefix("data: "))
+    *_, last = heard((await running.http.post("/v1/responses", json=CODEX)).text)
     assert last["type"] == "response.completed", last
     assert [tool["type"] for tool in last["response"]["tools"]] == ["function", "namespace", "custom"]
     assert last["response"]["output"][-1]["content"][0]["text"] == "def f(x):"
@@ -204,7 +196,7 @@ async def test_conversations(running):
         metadata={"topic": "x"}, items=[{"type": "message", "role": "user", "content": "one"}]
     )
     await ours.responses.create(model="demo", input="two", conversation=made.id)
-    prompt = prompt_of(running)
+    prompt = running.prompt
     assert prompt.index("one") < prompt.index("two")
     items = (await ours.conversations.items.list(made.id, order="asc")).data
     assert [item.role for item in items] == ["user", "user", "assistant"]
@@ -239,8 +231,8 @@ async def test_truncation_keeps_the_end(running):
         body = {"model": "demo", "input": text, "truncation": "auto", **fields}
         answer = await running.http.post("/v1/responses", json=body)
         assert answer.status_code == 200, answer.text
-        assert "first" not in prompt_of(running)
-        assert "last" in prompt_of(running)
+        assert "first" not in running.prompt
+        assert "last" in running.prompt
 
 
 async def test_structured_answers_parse(running):
@@ -256,13 +248,12 @@ async def test_without_a_folder_nothing_is_kept():
         made = await running.client.responses.create(model="demo", input="hi")
         assert (made.output_text, made.to_dict()["store"]) == ("ok", False)
         for path in (f"/v1/responses/{made.id}", "/v1/files", "/v1/batches"):
-            answer = await running.http.get(path)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_stored")
+            assert refusal(await running.http.get(path)) == (400, "not_stored")
         answer = await running.http.post("/v1/responses", json={"model": "demo", "input": "x", "background": True})
         assert answer.status_code == 400
         reference = [{"type": "item_reference", "id": "msg_1"}]
         answer = await running.http.post("/v1/responses", json={"model": "demo", "input": reference})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_stored")
+        assert refusal(answer) == (400, "not_stored")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +269,7 @@ async def test_what_an_assistant_said_is_all_its_parts(running, content, text):
     body = {"model": "demo", "input": [item, {"role": "user", "content": "go on"}]}
     answer = await running.http.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
-    assert f"{text}" in prompt_of(running)
+    assert f"{text}" in running.prompt
     assert (await running.http.post("/v1/responses/input_tokens", json=body)).status_code == 200
 
 
@@ -300,6 +291,8 @@ async def test_a_stream_in_the_background_can_be_taken_up_again(running, monkeyp
     again = [event async for event in await responses.retrieve(events[0].response.id, stream=True, starting_after=3)]
     assert [event.sequence_number for event in again] == [event.sequence_number for event in events[4:]]
     assert again[-1].response.output_text == "def f(x):"
+    far = await running.http.get(f"/v1/responses/{events[0].response.id}?stream=true&starting_after={1 << 63}")
+    assert far.status_code == 400, far.text
     assert await running.metric("outrider_client_disconnects_total") == before, "whose stream has ended has not left"
 
     async def fail(response_id, after):

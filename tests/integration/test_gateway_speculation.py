@@ -7,7 +7,6 @@ import msgspec
 
 from backend.wire import engine as wire
 from backend.wire.engine import Account, RequestOptions, Tally
-from tests.integration import test_gateway_messages
 from tests.integration.test_gateway_responses import ended
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, RESPONSE, Keys, Running, events, running_gateway
@@ -156,7 +155,7 @@ async def forgets_who_leaves(running: Running) -> None:
 
 async def test_responses_and_messages_tell_it_too(running: Running):
     running.verifier.behaviour = drafting
-    responses, messages = running.client.responses, test_gateway_messages.client(running).messages
+    responses, messages = running.client.responses, running.anthropic.messages
     for extra in ({"extra_body": STATS}, {"extra_headers": {"X-Outrider-Stats": "1"}}):
         made = await responses.create(**RESPONSE, **extra)
         assert accepted_of(made) == accepted_of(await responses.retrieve(made.id)) == 5

@@ -1,7 +1,6 @@
 """Streams: their bytes, their errors, their ends.  A fake verifier emits; the official client and raw sockets read."""
 
 import asyncio
-import json
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from gateway.admission.claim import Claim
 from gateway.http.sse import CHAT as CHAT_EVENTS
 from gateway.http.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream
 from tests.support.fake_verifier import eventually, gated, silence, stall
-from tests.support.running_gateway import BODIES, CHAT, COMPLETION, RESPONSE, events, running_gateway
+from tests.support.running_gateway import BODIES, CHAT, COMPLETION, RESPONSE, events, heard, refusal, running_gateway
 
 LENGTH = FinishReason.LENGTH
 
@@ -136,27 +135,38 @@ async def test_a_client_that_leaves_aborts_at_the_verifier(running, path, when):
     assert await running.metric("outrider_client_disconnects_total") == before + 1
 
 
+async def fail(verifier, sequence):
+    sequence.emit([300, 301])
+    sequence.emit([], FinishReason.ERROR)
+
+
 @pytest.mark.parametrize(
-    ("path", "fields", "code"),
+    ("path", "fields", "failed", "lost"),
     [
-        ("/v1/chat/completions", {"n": 2}, "verifier_lost"),
-        ("/v1/completions", {"n": 2}, "verifier_lost"),
-        ("/v1/messages", {}, "overloaded_error"),
-        ("/v1/responses", {}, "server_error"),
+        ("/v1/chat/completions", {"n": 2}, "server_error", "verifier_lost"),
+        ("/v1/completions", {"n": 2}, "server_error", "verifier_lost"),
+        ("/v1/messages", {}, "api_error", "overloaded_error"),
+        ("/v1/responses", {}, "server_error", "server_error"),
     ],
 )
-async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path, fields, code, caplog):
+async def test_an_engine_that_fails_mid_stream_or_is_lost_is_one_error_event(path, fields, failed, lost, caplog):
     async with running_gateway(queue_wait_s=0) as running:
+        body = {**BODIES[path], **fields, "stream": True}
+        running.verifier.behaviour = fail
+        *_, last = heard((await running.http.post(path, json=body)).text)
+        error = last.get("response", last)["error"]
+        assert error["code" if path == "/v1/responses" else "type"] == failed
+        assert error["message"] == "The server had an error while processing your request."
         running.verifier.behaviour = stall
-        async with running.http.stream("POST", path, json={**BODIES[path], **fields, "stream": True}) as answer:
+        async with running.http.stream("POST", path, json=body) as answer:
             await running.until_emitted(fields.get("n", 1))
             running.verifier.kill()
-            raw = await answer.aread()
-        chunks = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith(b"data: {")]
+            await answer.aread()
+        chunks = heard(answer.text)
         errors = [each for each in chunks if "error" in each or each.get("type") == "response.failed"]
         assert errors == [chunks[-1]]
         response = errors[0].get("response", errors[0])
-        assert response["error"]["type" if path == "/v1/messages" else "code"] == code
+        assert response["error"]["type" if path == "/v1/messages" else "code"] == lost
         if path == "/v1/responses":
             assert (await running.http.get(f"{path}/{response['id']}")).json()["status"] == "failed"
         assert running.idle
@@ -166,38 +176,14 @@ async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path,
     ]
 
 
-async def fail(verifier, sequence):
-    sequence.emit([300, 301])
-    sequence.emit([], FinishReason.ERROR)
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "kind"),
-    [
-        ("/v1/chat/completions", {"n": 2}, "server_error"),
-        ("/v1/completions", {"n": 2}, "server_error"),
-        ("/v1/messages", {}, "api_error"),
-        ("/v1/responses", {}, "server_error"),
-    ],
-)
-async def test_an_engine_that_fails_mid_stream_is_an_error_of_the_server(running, path, fields, kind):
-    running.verifier.behaviour = fail
-    answer = await running.http.post(path, json={**BODIES[path], **fields, "stream": True})
-    last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")][-1]
-    error = last.get("response", last)["error"]
-    assert error["code" if path == "/v1/responses" else "type"] == kind
-    assert error["message"] == "The server had an error while processing your request."
-
-
 async def test_a_verifier_lost_before_the_first_byte_with_no_other_is_a_503():
     async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = silence
         request = running.begin(stream=True)
         await running.verifier.added.wait()
         running.verifier.kill()
-        response = await request
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "verifier_lost")
-        assert response.headers["retry-after"]
+        assert refusal(await request) == (503, "verifier_lost")
+        assert (await request).headers["retry-after"]
 
 
 async def test_more_than_max_in_flight_is_429():
@@ -207,8 +193,7 @@ async def test_more_than_max_in_flight_is_429():
         first = running.begin(stream=True)
         await running.verifier.added.wait()
         refused = await running.http.post("/v1/chat/completions", json=CHAT)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert refusal(refused) == (429, "rate_limit_exceeded")
         assert int(refused.headers["retry-after"]) >= 1
         gate.set()
         answer = await first

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import msgspec
+import pytest
 
 from backend.fleet.stats import Weights
 from backend.wire.engine import NOT_BEGUN
@@ -36,8 +37,8 @@ async def restarted(running: Running, number: int) -> FakeVerifier:
     old.kill()
     running.directory.set_members([each.member for each in running.verifiers if each is not old])
     await eventually(lambda: old.name not in running.core.links)
-    new = FakeVerifier(Path(old.address.removeprefix("ipc://")).parent, old.name).start()
-    running.verifiers[number] = new
+    new = running.another(old.name)
+    running.verifiers[number] = running.verifiers.pop()
     running.directory.set_members([each.member for each in running.verifiers])
     await eventually(lambda: old.name in [link.member.id for link in running.core.ready_links])
     return new
@@ -151,7 +152,29 @@ async def test_a_verifier_that_dies_during_an_update_is_left_out():
         assert not running.core.pauses.should_pause("verifier-0")
 
 
-async def test_a_verifier_that_comes_during_an_update_by_tensors_is_left_out():
+async def test_a_verifier_that_could_not_catch_up_at_once_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    """Its weights may sleep, or it may have forgotten the gateway."""
+    monkeypatch.setattr("gateway.fleet.weights.RETRY_S", 0.01)
+    async with running_gateway(verifiers=2) as running:
+        sleeping = running.verifiers[0]
+        sleeping.failure = "ValueError: wake the weights up first"
+        await post(running, "/update_weights", 500, json={"weight_dir": "/x"})
+        await eventually(lambda: routable(running) == ["verifier-1"])
+        calls = len(sleeping.utilities)
+
+        def was_asked() -> bool:
+            # As four times a second.
+            sleeping.send_stats()
+            return len(sleeping.utilities) > calls
+
+        await eventually(was_asked)
+        assert sleeping.utilities[-1] == ("catch_up", ["/x", "1", 1])
+        sleeping.failure, calls = None, len(sleeping.utilities)
+        await eventually(was_asked)
+        await eventually(lambda: routable(running) == ["verifier-0", "verifier-1"])
+
+
+async def test_a_verifier_that_comes_during_an_update_is_left_out_and_what_one_has_loaded_is_not_said_to_be_unchanged():
     async with running_gateway(verifiers=2) as running:
         running.verifiers[1].failure = f"ValueError: {NOT_BEGUN}"
         bodies: dict[str, Any] = {"/update_weights": {"update_info": {}}, "/finish_weight_update": {}}
@@ -159,6 +182,15 @@ async def test_a_verifier_that_comes_during_an_update_by_tensors_is_left_out():
             assert (await post(running, path, json=body))["verifiers"] == {"verifier-0": True}
         running.verifiers[0].failure = running.verifiers[1].failure
         await post(running, "/update_weights", 400, json={"update_info": {}})
+        running.verifiers[1].failure = None
+        for path in ("/sleep", "/wake_up"):
+            await post(running, path, params={"verifier": "verifier-1", "level": 0})
+        assert running.verifiers[0].utilities[-1][0] == "update_weights"
+        assert running.verifiers[1].utilities[-2:] == [("sleep", [0, "abort"]), ("wake_up", [None])]
+        running.verifiers[0].failure = "ValueError: no such directory on the verifier's machine"
+        await post(running, "/update_weights", 500, json={"weight_dir": "/nowhere"})
+        running.verifiers[0].failure = "RuntimeError: torn"
+        assert (await post(running, "/wake_up", 500))["error"]["code"] == "engine_error"
 
 
 async def test_a_call_to_a_verifier_that_has_forgotten_the_gateway_may_be_made_again(running: Running):

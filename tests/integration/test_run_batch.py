@@ -46,6 +46,15 @@ async def test_every_line_is_answered_once_the_gateway_has_room(files, monkeypat
             await carry_out(GatewayAddress(running.server.url, None), source, target, 4, reported.append)
 
 
+async def test_a_proxy_for_the_world_outside_is_not_asked(running, files, monkeypatch):
+    for variable in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    source, target = files
+    source.write_bytes(jsonl(request("a")))
+    assert await carry_out(GatewayAddress(running.server.url, None), source, target, 1, print) == 0
+
+
 async def test_it_goes_on_where_it_ended(running, files):
     source, target = files
     source.write_bytes(jsonl(*(request(f"c{n}") for n in range(6))))

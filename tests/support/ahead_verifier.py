@@ -38,11 +38,14 @@ class AheadVerifier:
         handle(service, self.features, [wire.encode(wire.Hello(wire.PROTOCOL_VERSION, name, "features", epoch))])
         handle(service, self.drafts, [wire.encode(wire.Hello(wire.PROTOCOL_VERSION, name, "drafts", epoch))])
 
-    def frames(self, *items: wire.Open | wire.Commit | wire.Close, hidden: int = HEAD.hidden) -> list[bytes]:
+    def frames(
+        self, *items: wire.Open | wire.Commit | wire.Close, hidden: int = HEAD.hidden, following: wire.Next | None = None
+    ) -> list[bytes]:
+        """A round, which may ask for drafts, too."""
         rows = [item for item in items if not isinstance(item, wire.Close)]
         pieces = [torch.randn(i.rows, hidden, generator=torch.Generator().manual_seed(i.base_len)) for i in rows]
         data = torch.cat(pieces).numpy().tobytes() if pieces else b""
-        return [wire.encode(wire.Round("float32", hidden, list(items))), data]
+        return [wire.encode(wire.Round("float32", hidden, list(items), None, following)), data]
 
     def receive_round(self, *items: wire.Open | wire.Commit | wire.Close) -> None:
         assert self.service.receive(self.features, self.frames(*items)) == []

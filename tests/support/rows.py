@@ -1,10 +1,14 @@
-"""Steps as the feature shipper gets them from the runner.  Tests only."""
+"""Steps as the feature shipper gets them from the runner, and what it sends to.  Tests only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
+from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
 from backend.engine.row_log import StepRows
 
@@ -20,3 +24,10 @@ def run_step(shipper: FeatureShipper, step: StepRows, layers: Sequence[torch.Ten
     """Ships a step's rows as the runner does."""
     shipper.begin(step._replace(counts=[0] * len(step.counts)), layers, is_early)
     shipper.end(step)
+
+
+@contextmanager
+def connected(socket: Callable[[str], Any], **changes: Any) -> Iterator[None]:
+    """Within it, shippers send to what `socket` makes of a drafter's address; constants of their link may be changed."""
+    with mock.patch.multiple(feature_link, connect_dealer=lambda wire, address, *_: address, Dealer=socket, **changes):
+        yield

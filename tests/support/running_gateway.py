@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import httpx
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from backend.config import Settings
@@ -61,6 +62,11 @@ class Running:
         """OpenAI's client."""
         return AsyncOpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
 
+    @cached_property
+    def anthropic(self) -> AsyncAnthropic:
+        """Anthropic's client."""
+        return AsyncAnthropic(base_url=self.server.url, api_key="none", max_retries=0)
+
     @property
     def verifier(self) -> FakeVerifier:
         return self.verifiers[0]
@@ -74,9 +80,21 @@ class Running:
         return self.server._server
 
     @property
+    def prompt(self) -> str:
+        """The text of the last prompt that the first verifier got."""
+        tokenizer = self.server.gateway.client.renderer.tokenizer
+        return str(tokenizer.decode(self.verifier.sequences[-1].request.prompt_token_ids))
+
+    @property
     def idle(self) -> bool:
         """Whether no request is left in the gateway or in vLLM's output processor."""
         return not self.core.sequences and not self.server.gateway.client.output_processor.request_states
+
+    def another(self, name: str, **fields: Any) -> FakeVerifier:
+        """One more verifier, which the directory does not know yet; it ends with the gateway."""
+        folder = Path(self.verifier.address.removeprefix("ipc://")).parent
+        self.verifiers.append(FakeVerifier(folder, name, **fields).start())
+        return self.verifiers[-1]
 
     async def until_idle(self) -> None:
         """Nothing is left of any request, nor of its place."""
@@ -136,6 +154,17 @@ async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[
             server.stop()
             server.stop()
             await task
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    """The status, and the error's code or else its field."""
+    error = answer.json()["error"]
+    return answer.status_code, error["code"] or error["param"]
+
+
+def heard(text: str) -> list[dict[str, Any]]:
+    """The JSON events of a stream of any API."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:

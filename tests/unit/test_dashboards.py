@@ -13,7 +13,6 @@ from gateway.metrics.gateway import DEFINITIONS
 from tests.support.dashboards import DASHBOARDS, ROOT, RULES, concrete, names, of_panels, of_rules, of_variables, recorded
 
 PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on this machine (Debian: package prometheus)")
 PANELS = [(file, panel) for file, each in DASHBOARDS.items() for panel in each["panels"] if panel["type"] != "row"]
 TESTS = ROOT / "prometheus" / "tests" / "alerts.yml"
 DOCUMENTED = (ROOT.parent / "docs" / "operate" / "monitoring.md").read_text(encoding="utf-8")
@@ -117,15 +116,11 @@ def promtool(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_promtool
-def test_prometheus_takes_every_expression(tmp_path: Path):
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool on this machine (Debian: package prometheus)")
+def test_prometheus_takes_every_expression_and_the_alerts_fire_when_they_should_and_only_then(tmp_path: Path):
     rules = [{"record": f"panel:{number}", "expr": each.promql} for number, each in enumerate([*of_panels(), *of_variables()])]
     file = tmp_path / "panels.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     promtool("check", "rules", file)
     promtool("check", "config", ROOT / "prometheus" / "prometheus.yml", ROOT / "prometheus" / "local.yml")
-
-
-@needs_promtool
-def test_the_alerts_fire_when_they_should_and_only_then():
     promtool("test", "rules", TESTS)

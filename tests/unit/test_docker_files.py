@@ -92,14 +92,12 @@ def test_images_are_pinned_not_root_have_a_health_check_and_no_secret() -> None:
 
 def test_what_is_copied_exists_and_nothing_else_reaches_the_builder() -> None:
     ignored = pathspec.PathSpec.from_lines("gitwildmatch", (ROOT / ".dockerignore").read_text().splitlines())
-    for words in map(str.split, lines("COPY")):
-        if words[0].startswith("--from="):
-            assert words[0].removeprefix("--from=") in STAGES
-            continue
-        for path in words[:-1]:
-            inside = [path] if (ROOT / path).is_file() else [str(each.relative_to(ROOT)) for each in (ROOT / path).glob("*.py")]
-            assert inside, path
-            assert not any(map(ignored.match_file, inside)), path
+    copied = [line.split()[:-1] for line in lines("COPY")]
+    assert {words[0].removeprefix("--from=") for words in copied if words[0].startswith("--from=")} <= STAGES.keys()
+    for path in (path for words in copied if words[0][0] != "-" for path in words):
+        inside = [path] if (ROOT / path).is_file() else [str(each.relative_to(ROOT)) for each in (ROOT / path).glob("*.py")]
+        assert inside, path
+        assert not any(map(ignored.match_file, inside)), path
     kept_out = (".git/config", "docker/.env", "docker/compose.yaml", "tests/conftest.py", "loadtest/results/x")
     for path in (*kept_out, "backend/.env", "backend/__pycache__/x.pyc"):
         assert ignored.match_file(path), path
@@ -116,10 +114,8 @@ def test_what_is_copied_exists_and_nothing_else_reaches_the_builder() -> None:
 
 def test_rays_flags_exist(composed: Any) -> None:
     known = {option for parameter in ray.scripts.scripts.start.params for option in parameter.opts}
-    commands = [
-        json.loads(lines("CMD", "worker")[-1]),
-        *(composed["services"][name]["command"] for name in ("ray-head", "worker")),
-    ]
+    commands = [json.loads(lines("CMD", "worker")[-1])]
+    commands += [composed["services"][name]["command"] for name in ("ray-head", "worker")]
     commands += [line.split() for line in re.findall(r"^\s+ray (start .*)$", (DOCKER / "gateway.sh").read_text(), re.MULTILINE)]
     assert len(commands) == 4
     for start, *flags in commands:
@@ -273,8 +269,7 @@ def test_the_health_check_tells_healthy_from_not(kind: str, tmp_path: Path) -> N
 
 
 def test_a_workers_health_is_rays_port() -> None:
-    own = socket.gethostbyname(socket.gethostname())
-    with socket.create_server((own, 0)) as listener:
+    with socket.create_server((socket.gethostbyname(socket.gethostname()), 0)) as listener:
         port = str(listener.getsockname()[1])
         assert healthy("tcp", port)
     assert not healthy("tcp", port)

@@ -109,12 +109,13 @@ class SharedNoise:
         free = [i for i, each in enumerate(states) if rows.drafted[i] and _argument(each, INDEPENDENT, False)]
         if drafts is None or not free:
             return _accepted(_choose(logits, scales, rows, seeds, lengths), drafts, rows)
-        proposals = [self.proposals.get(batch.req_ids[i]) for i in free]
-        emitted = _judge(logits, drafts, rows, free, proposals, seeds, lengths)
+        judged = _judge(logits, drafts, rows, free, [self.proposals.get(batch.req_ids[i]) for i in free], seeds, lengths)
         if len(free) == len(states):
-            return emitted
-        others = np.setdiff1d(np.arange(len(states)), free)
-        return _joined(emitted, free, _of_others(logits, drafts, rows, others, scales, seeds, lengths), others)
+            return judged
+        at = async_tensor_h2d(np.array(free), device=logits.device)
+        # What is chosen for these is replaced: no noise is computed for it.
+        chosen = _choose(logits, scales.index_fill(0, at, 0.0), rows, seeds, lengths)
+        return _accepted(chosen, drafts, rows).index_copy_(0, at, judged)
 
 
 def _wants_raw(state: Any, mode: str) -> bool:
@@ -193,32 +194,6 @@ def _judge(
     accepted = judged.accepted.unsqueeze(1)
     emitted = functional.pad(drawn, (0, rows.deepest + 1 - deepest)).scatter(1, accepted, last.unsqueeze(1))
     return emitted.masked_fill(torch.arange(rows.deepest + 1, device=device) > accepted, -1)
-
-
-def _of_others(
-    logits: Tensor,
-    drafts: Tensor,
-    rows: LogitRows,
-    others: np.ndarray[Any, Any],
-    scales: Tensor,
-    seeds: np.ndarray[Any, Any],
-    lengths: np.ndarray[Any, Any],
-) -> Tensor:
-    """What the requests `others`, which are not judged by rejection, emit."""
-    drafted, device = np.asarray(rows.drafted), logits.device
-    here = np.nonzero(np.isin(rows.request, others))[0]
-    before_draft = here[rows.depth[here] < drafted[rows.request[here]]]
-    own = LogitRows(drafted[others].tolist(), device)
-    places = async_tensor_h2d(np.concatenate((here, before_draft - rows.request[before_draft], others)), device=device)
-    at, of_drafts, requests = places.split((len(here), len(before_draft), len(others)))
-    chosen = _choose(logits[at], scales[requests], own, seeds[others], lengths[others])
-    return _accepted(chosen, drafts[of_drafts], own)
-
-
-def _joined(first: Tensor, at: Sequence[int], second: Tensor, others: np.ndarray[Any, Any]) -> Tensor:
-    """What the requests `at` and `others` emit, in the batch's order; `first` is at least as wide."""
-    both = torch.cat((first, functional.pad(second, (0, first.shape[1] - second.shape[1]), value=-1).to(first.dtype)))
-    return both[async_tensor_h2d(np.argsort(np.concatenate((at, others))), device=first.device)]
 
 
 # -- the target's distribution -----------------------------------------------------------------------------------------

@@ -35,12 +35,7 @@ class MeasuredLoad:
 
 
 def run_load(
-    client: EngineClient,
-    prompts: Sequence[list[int]],
-    tokens: int,
-    temperature: float,
-    concurrency: int,
-    options: RequestOptions = APART,
+    client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, concurrency: int
 ) -> MeasuredLoad:
     """Runs all prompts.  Raises `LoadError`, `TimeoutError`, and what the client's `watch` raises.
 
@@ -58,7 +53,7 @@ def run_load(
     """When requests ended while the full number was in flight and writing, and the tokens received until then."""
     while len(ids) < len(prompts) or open_ids:
         while len(open_ids) < concurrency and len(ids) < len(prompts):
-            request_id = client.add(prompts[len(ids)], sampling(lengths[len(ids)], temperature), options=options)
+            request_id = client.add(prompts[len(ids)], sampling(lengths[len(ids)], temperature), options=APART)
             ids.append(request_id)
             open_ids.add(request_id)
         client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in open_ids), TIMEOUT_S)

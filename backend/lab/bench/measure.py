@@ -8,6 +8,7 @@ compared: they should be the same.
 from __future__ import annotations
 
 import statistics
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, islice, zip_longest
@@ -17,7 +18,6 @@ import msgspec
 import numpy as np
 
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
-from backend.lab.bench.options import BenchOptions
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, CoreSplit, Point
 
@@ -202,7 +202,7 @@ class Results:
     """A run's origin and its measurements so far."""
 
     about: Mapping[str, Any]
-    options: BenchOptions
+    options: Namespace
     split: CoreSplit
     samples: dict[tuple[str, Configuration, Point], list[Measurement]] = field(default_factory=dict)
     greedy: GreedyAnswers = field(default_factory=dict)

@@ -1,14 +1,14 @@
 """The options of `outrider bench`.  Pure."""
 
 import argparse
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, get_args
 
 from backend.config.settings import Mode
 from backend.config.sources import at_least
-from backend.lab.bench.pace import PROFILES, Pace, parse_pace
+from backend.lab.bench.pace import PROFILES, parse_pace
 
 PROBABILISTIC = "native-probabilistic"
 """Mode `native` with draft tokens sampled from the head's distribution, and rejection sampling with both distributions."""
@@ -29,35 +29,7 @@ QUICK = {"targets": ("S",), "concurrency": (1, 4), "domains": DOMAINS[:1], "toke
 """Default options, without `--quick` (`USUAL`) and with it (`QUICK`)."""
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """The options of one run.  Lengths are in tokens."""
-
-    output: Path | None
-    targets: tuple[str, ...]
-    modes: tuple[str, ...]
-    ks: tuple[int, ...]
-    concurrency: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    domains: tuple[str, ...]
-    tokens: int
-    prompt_tokens: int
-    rounds: int
-    requests: int
-    """Smallest number of requests of one measurement; there are never fewer than are in flight."""
-    waves: int
-    """Smallest number of requests of one measurement, as a multiple of those in flight; more measure longer."""
-    warm_ups: int
-    """Number of loads of each kind before the first that is measured."""
-    full: bool
-    pace: Pace | None
-    model: str | None
-    drafter: str | None
-    verifier_cores: int | None
-    drafter_cores: int | None
-
-
-def parse(arguments: Sequence[str]) -> BenchOptions:
+def parse(arguments: Sequence[str]) -> Namespace:
     """Reads the command line; wrong options end the program with a message and status 2."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
@@ -71,8 +43,8 @@ def parse(arguments: Sequence[str]) -> BenchOptions:
     usual = QUICK if values.pop("quick") else USUAL
     values |= {name: value for name, value in usual.items() if values[name] is None}
     if given.model:
-        values["targets"] = (OWN,)
-    return BenchOptions(**values)
+        given.targets = (OWN,)
+    return given
 
 
 def _parser() -> argparse.ArgumentParser:

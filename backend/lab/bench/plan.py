@@ -3,11 +3,12 @@
 Rounds alternate over the configurations (A B C, B C A, ...), so that other work of the machine affects all of them alike.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backend.config.settings import REMOTE_MODES
-from backend.lab.bench.options import PROBABILISTIC, BenchOptions
+from backend.lab.bench.options import PROBABILISTIC
 from backend.models.kinds import KINDS, DrafterKind
 
 
@@ -80,13 +81,13 @@ def split_cores(available: Sequence[int], verifier: int | None, drafter: int | N
     return CoreSplit(cores[:verifying], cores[verifying : verifying + drafting])
 
 
-def configurations(options: BenchOptions, kind: DrafterKind) -> list[Configuration]:
+def configurations(options: Namespace, kind: DrafterKind) -> list[Configuration]:
     """Everything measured for one target, plain decoding first.  Drafters without weights give no probabilities."""
     modes = [mode for mode in options.modes if mode != PROBABILISTIC or KINDS[kind].has_weights]
     return [Configuration(mode, k) for mode in modes for k in (options.ks if mode != "off" else (0,))]
 
 
-def points(options: BenchOptions) -> list[Point]:
+def points(options: Namespace) -> list[Point]:
     """The first domain at every concurrency and temperature; others, without `--full`, at the smallest concurrency only."""
     found = []
     for place, domain in enumerate(options.domains):

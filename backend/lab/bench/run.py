@@ -4,6 +4,7 @@ import math
 import os
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from backend.lab.bench import tables
 from backend.lab.bench.engines import Processes, TargetFleet
 from backend.lab.bench.hardware import gpus
 from backend.lab.bench.measure import Measurement, Results, sample
-from backend.lab.bench.options import AUTO_LEARNS, WARM_UP_TOKENS, BenchOptions
+from backend.lab.bench.options import AUTO_LEARNS, WARM_UP_TOKENS
 from backend.lab.bench.plan import Cell, cells, configurations, points
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.widen import SIZES, widen
@@ -93,7 +94,7 @@ def _measure_target(target: str, processes: Processes, results: Results, output:
         say(_progress(target, cell, measured, f"{number}/{len(schedule)}", left_s))
 
 
-def _prompts_of(cell: Cell, prompts: Prompts, options: BenchOptions) -> list[list[int]]:
+def _prompts_of(cell: Cell, prompts: Prompts, options: Namespace) -> list[list[int]]:
     """A cell's prompts: the same for all configurations, different in every round and at every point."""
     count = max(options.requests, options.waves * cell.point.concurrency)
     return [prompts.make(cell.point.domain, f"{cell.round}/{cell.point.name}/{i}") for i in range(count)]

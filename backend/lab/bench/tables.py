@@ -11,14 +11,15 @@ import msgspec
 
 from backend.config.sources import Say
 from backend.lab.bench import plot
-from backend.lab.bench.markdown import NOTHING, number, spread, table
 from backend.lab.bench.measure import PLAIN, Difference, Results, Row, compared, differences, limit, ratios, step_times
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, WARM_UP_TOKENS
 from backend.lab.bench.pace import Cost
 from backend.lab.bench.plan import Point
+from backend.records.markdown import table
 from backend.records.store import appearing
 
 NATIVES = ("native", PROBABILISTIC)
+NOTHING = "-"
 SHOWN_DIFFERENCES = 20
 Columns = Mapping[str, Callable[[Row], str]]
 """The cells of a row's line in a table, by the columns' heads."""
@@ -42,10 +43,11 @@ def keep(output: Path, results: Results) -> dict[str, Any]:
 
 def document(results: Results) -> dict[str, Any]:
     options, split, unlike, count = results.options, results.split, differences(results.greedy), compared(results.greedy)
+    pace = {"pace": asdict(options.pace) if options.pace else None}
     return {
         **results.about,
         "paced": str(options.pace) if options.pace else None,
-        "settings": asdict(options) | {"cores_verifier": split.verifier, "cores_drafter": split.drafter},
+        "settings": vars(options) | pace | {"cores_verifier": split.verifier, "cores_drafter": split.drafter},
         "complete": results.complete,
         "targets": results.targets,
         "rows": [row.document(len(split.verifier)) for row in results.rows()],
@@ -74,7 +76,7 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         "",
     ]
     paced = f"Paced on this machine's CPU, with the arithmetic of a smaller model: {content['paced']}."
-    note = [paced, ""] if content["paced"] else []
+    note = ["", paced] if content["paced"] else []
     for target in dict.fromkeys(row.target for row in rows):
         own = [row for row in rows if row.target == target]
         lines += [f"## Target {target}", "", _describe(content["targets"][target]), ""]
@@ -95,6 +97,18 @@ def _greedy_line(content: Mapping[str, Any]) -> str:
         return "Greedy answers: nothing to compare"
     verdict = "all identical" if identical else f"{len(content['greedy_differences'])} measurements differ (see the end)"
     return f"{compared} greedy answers compared with plain decoding's: {verdict}"
+
+
+def number(value: float | None, digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The median, with the least and the greatest value if these differ."""
+    if not values:
+        return NOTHING
+    middle, least, greatest = (number(each(values), digits) for each in (median, min, max))
+    return middle if least == greatest else f"{middle} ({least}-{greatest})"
 
 
 def _spread(name: str, digits: int) -> Callable[[Row], str]:
@@ -144,7 +158,7 @@ def _section(title: str, columns: Columns, rows: Sequence[Row], note: Sequence[s
     if not rows:
         return []
     body = [[cell(row) for cell in columns.values()] for row in rows]
-    return [f"### {title}", "", *note, *table(list(columns), body), ""]
+    return [f"### {title}", *note, *table(list(columns), body), ""]
 
 
 def _throughput(rows: Sequence[Row], limits: Mapping[Point, float]) -> Columns:
@@ -184,7 +198,7 @@ def _differences(differences: Sequence[Difference]) -> list[str]:
     body = [[str(value) for value in msgspec.structs.astuple(each)] for each in differences[:SHOWN_DIFFERENCES]]
     more = len(differences) - len(body)
     note = [f"and {more} more, in bench.json", ""] if more else []
-    return ["## Greedy differences", "", *table(Difference.__struct_fields__, body), "", *note]
+    return ["## Greedy differences", *table(Difference.__struct_fields__, body), "", *note]
 
 
 def _describe(target: Mapping[str, Any]) -> str:

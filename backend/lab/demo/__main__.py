@@ -4,18 +4,23 @@ import argparse
 import logging
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from backend.config.sources import Say
-from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
+from backend.lab.demo.options import DrafterOptions, DraftModelOptions, TargetOptions
 from backend.lab.demo.train import train_demo
 from backend.models.demo import DFLASH_DIR, DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 
 DIRECTORIES = {"eagle3": DRAFTER_DIR, "dflash": DFLASH_DIR}
 
 
-def parse(arguments: Sequence[str]) -> DemoOptions:
+def parse(arguments: Sequence[str]) -> Namespace:
+    """What to train: `target`, unless its `minutes` are 0, and `drafter` for it, of the kind `head`, into `drafter_dir`.
+
+    `command` is for the record.
+    """
     parser = argparse.ArgumentParser(prog="outrider train-demo", description=__doc__)
     target, head, model, say = TargetOptions(), DrafterOptions(), DraftModelOptions(), parser.add_argument
     only = "only train a draft model for the target that is there, into this directory"
@@ -31,23 +36,19 @@ def parse(arguments: Sequence[str]) -> DemoOptions:
     say("--draft-model-minutes", type=float, default=model.minutes)
     say("--device", choices=("auto", "cpu", "cuda"), default="auto")
     say("--seed", type=int, default=0)
-    say("--no-compile", action="store_true", help="run without torch.compile")
+    say("--no-compile", dest="compile", action="store_false", help="run without torch.compile")
     given = parser.parse_args(arguments)
-    kind = "draft-model" if given.draft_model else given.head
+    given.head = "draft-model" if given.draft_model else given.head
+    given.drafter_dir = given.draft_model or given.drafter_dir or DIRECTORIES[given.head]
+    given.command = shlex.join(["outrider", "train-demo", *arguments])
+    given.target = TargetOptions(minutes=given.target_minutes if given.head == "eagle3" else 0.0)
     sizes = {"tokens_per_step": given.tokens_per_step, "generated_tokens": given.generated_tokens}
-    return DemoOptions(
-        target_dir=given.target_dir,
-        drafter_dir=given.draft_model or given.drafter_dir or DIRECTORIES[kind],
-        head=kind,
-        device=given.device,
-        seed=given.seed,
-        compile=not given.no_compile,
-        command=shlex.join(["outrider", "train-demo", *arguments]),
-        target=TargetOptions(minutes=given.target_minutes if kind == "eagle3" else 0.0),
-        drafter=DraftModelOptions(minutes=given.draft_model_minutes)
+    given.drafter = (
+        DraftModelOptions(minutes=given.draft_model_minutes)
         if given.draft_model
-        else DrafterOptions(minutes=given.drafter_minutes, **sizes),
+        else DrafterOptions(minutes=given.drafter_minutes, **sizes)
     )
+    return given
 
 
 def main(arguments: Sequence[str], say: Say = print) -> None:

@@ -1,9 +1,6 @@
-"""Options of a demo training run.  Durations are minutes of wall clock; lengths and batches are in tokens."""
+"""How the demo models are trained.  Durations are minutes of wall clock; lengths and batches are in tokens."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +26,7 @@ class TargetOptions(TrainingOptions):
     """How the target is trained.  `positions` is the longest context in the model's configuration."""
 
     minutes: float = 60.0
+    vocab_size: int = 2048
     layers: int = 5
     hidden: int = 256
     tokens_per_step: int = 8192
@@ -77,23 +75,3 @@ class DraftModelOptions(TrainingOptions):
     first_choice: float = 0.3
     matrix_rate: float = 0.02
     embedding_rate: float = 3e-3
-
-
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """Options of a whole run.  `device` is `auto` (CUDA if available), `cpu` or `cuda`.
-
-    `drafter_dir` gets the head or draft model: `eagle3`, `dflash` or `draft-model`.  It is trained for the target in
-    `target_dir`, which is trained before, unless its `minutes` are 0.  `command` is for the record.
-    """
-
-    target_dir: Path = TARGET_DIR
-    drafter_dir: Path = DRAFTER_DIR
-    head: str = "eagle3"
-    vocab_size: int = 2048
-    seed: int = 0
-    device: str = "auto"
-    compile: bool = True
-    command: str = ""
-    target: TargetOptions = field(default_factory=TargetOptions)
-    drafter: DrafterOptions | DraftModelOptions = field(default_factory=DrafterOptions)

@@ -7,6 +7,7 @@ slow CPU and on a fast GPU; only the number of tokens seen differs.  The last pa
 import logging
 import math
 import platform
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +21,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from backend.lab.demo import dflash, draft_model, drafter
 from backend.lab.demo.llama import llama_config, load_llama, new_llama, save_llama
-from backend.lab.demo.options import DemoOptions, DrafterOptions, TrainingOptions
+from backend.lab.demo.options import DrafterOptions, TrainingOptions
 from backend.lab.demo.tokenizer import BEGIN_ID, save_tokenizer, token_stream, train_tokenizer
 from backend.lab.demo.training import Draw, Stream, TrainingProgress, train, training_texts, windows
 from backend.models.writing import replacing, write_json
@@ -34,7 +35,7 @@ HEADS: Mapping[str, ModuleType] = {"eagle3": drafter, "dflash": dflash, "draft-m
 """Each has `new_head`, `lesson` and `save_head`."""
 
 
-def train_demo(options: DemoOptions) -> None:
+def train_demo(options: Namespace) -> None:
     """Trains what the options ask for."""
     corpus, settings, kind = load_corpus(), options.drafter, HEADS[options.head]
     if options.target.minutes:
@@ -57,9 +58,9 @@ def train_demo(options: DemoOptions) -> None:
         write_json(fresh / RECORD, _record(options, settings, progress))
 
 
-def _train_target(options: DemoOptions, corpus: Corpus) -> None:
+def _train_target(options: Namespace, corpus: Corpus) -> None:
     documents = (document.text for document in corpus.train)
-    tokenizer = train_tokenizer(documents, options.vocab_size, options.target.positions)
+    tokenizer = train_tokenizer(documents, options.target.vocab_size, options.target.positions)
     stream, validation = (token_stream(tokenizer, part) for part in (corpus.train, corpus.validation))
     target, progress = train_target(options, stream, _device(options))
     loss = validation_loss(target.eval(), validation, options.target.length)
@@ -85,23 +86,23 @@ def validation_loss(model: LlamaForCausalLM, stream: Stream, length: int) -> flo
     return sum(float(next_token_loss(model, part)) * len(part) for part in parts) / len(rows)
 
 
-def train_target(options: DemoOptions, stream: Stream, device: torch.device) -> tuple[LlamaForCausalLM, TrainingProgress]:
+def train_target(options: Namespace, stream: Stream, device: torch.device) -> tuple[LlamaForCausalLM, TrainingProgress]:
     """Trains until the budget is spent."""
     settings = options.target
     torch.manual_seed(options.seed)
-    config = llama_config(options.vocab_size, settings.hidden, settings.layers, 64, settings.positions)
+    config = llama_config(settings.vocab_size, settings.hidden, settings.layers, 64, settings.positions)
     model = new_llama(config).to(device)
     loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
     draw = partial(windows, stream)
     return model, train("target", model, settings, options.seed, draw, lambda tokens, *_: (loss_of(model, tokens), None))
 
 
-def _device(options: DemoOptions) -> torch.device:
+def _device(options: Namespace) -> torch.device:
     """The device of the options; `auto` is CUDA if available, else the CPU."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(found if options.device == "auto" else options.device)
 
 
-def _record(options: DemoOptions, settings: TrainingOptions, progress: TrainingProgress) -> dict[str, Any]:
+def _record(options: Namespace, settings: TrainingOptions, progress: TrainingProgress) -> dict[str, Any]:
     source = f"standard library of Python {platform.python_version()}"
     return {"command": options.command, "source": source, "options": asdict(settings)} | progress.spent()

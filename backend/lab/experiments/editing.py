@@ -19,11 +19,12 @@ from statistics import median
 from backend.config import Settings
 from backend.engine.client import EngineClient, fixed_sampling
 from backend.lab.bench.engines import Processes
-from backend.lab.bench.markdown import spread, table
 from backend.lab.bench.plan import split_cores
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.run import prepare
+from backend.lab.bench.tables import spread
 from backend.models.resolve import resolve
+from backend.records.markdown import table
 from backend.wire.engine import RequestOptions
 
 PLAIN, HEAD_ONLY, LOOKUPS = "none", "head alone", "head and look-ups"
@@ -106,7 +107,7 @@ def main() -> None:
     for (case, kind), (_, *speeds) in found.items():
         ratios = [[a / b for a, b in zip(speeds, found[case, base][1:], strict=True)] for base in (PLAIN, HEAD_ONLY)]
         body.append([case, kind, f"{median(speeds):.0f}", *(spread(each, 2) for each in ratios)])
-    print("\n".join(table(["", "drafts", "tokens/s", "of plain decoding", "of the head alone"], body)))
+    print("\n".join(table(["", "drafts", "tokens/s", "of plain decoding", "of the head alone"], body)[1:]))
 
 
 if __name__ == "__main__":

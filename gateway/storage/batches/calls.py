@@ -19,7 +19,7 @@ from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from gateway.admission.claim import Claim
 from gateway.auth.caller import Caller, Priority
 from gateway.http.errors import ApiError, translate
-from gateway.storage.batches.objects import BatchLine, LineAnswer, again, new_id
+from gateway.storage.batches.lines import BatchLine, LineAnswer, again, new_id
 
 if TYPE_CHECKING:
     from gateway.state import Gateway
@@ -38,7 +38,7 @@ async def carry_out(line: BatchLine, owner: str, app: FastAPI, gateway: Gateway)
         if known.status == 500 and not isinstance(error, ApiError):
             raise
         status, headers, body = known.status, known.headers(), json.dumps(known.body()).encode()
-    if again(status, headers):
+    if again(status, headers, body):
         return None
     usage = msgspec.json.decode(body, type=_AnswerUsage).usage if status == 200 else None
     return LineAnswer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)

@@ -1,14 +1,16 @@
-"""The lines of an input file.  All are checked before the first is carried out, then read one by one.  Runs in a thread."""
+"""The lines of a batch's input file, and their answers.
+
+All lines are checked before the first is carried out, then read one by one.  Files are read in a thread.
+"""
 
 import sys
+import uuid
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-
-from gateway.storage.batches.objects import BatchLine, LineError
 
 MAX_LINES = 50_000
 """Most lines of a file; OpenAI's limit."""
@@ -18,6 +20,50 @@ LONGEST_ID = 512
 """Most characters of a `custom_id`."""
 ENVELOPE_BYTES = 1 << 12
 """Most bytes of a line besides its body."""
+RETRIED = frozenset({429, 503})
+"""Statuses after which a line is tried again, because the fleet cannot serve it now; not if a header forbids it."""
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    """A line of an input file."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class LineAnswer(msgspec.Struct, frozen=True):
+    """The result of a line: a status and a body, or an error if there was no answer."""
+
+    custom_id: str
+    status: int
+    body: msgspec.Raw | None
+    request_id: str
+    error: dict[str, str] | None = None
+    usage: Any = None
+
+    @property
+    def failed(self) -> bool:
+        return self.status != 200
+
+    def line(self) -> bytes:
+        """The line of the output or error file, without the line end."""
+        response = None
+        if self.body is not None:
+            response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
+        shown = {"id": new_id("batch_req_"), "custom_id": self.custom_id, "response": response, "error": self.error}
+        return msgspec.json.encode(shown)
+
+
+class LineError(NamedTuple):
+    """One error in an input file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
 
 _EMPTY = LineError("empty_file", "The input file is empty. It must have at least one request.")
 _TOO_MANY = LineError("too_many_tasks", f"The input file has more than {MAX_LINES} requests.")
@@ -31,6 +77,37 @@ class Checked(NamedTuple):
     model: str | None
     """The model that all requests name, if it is one."""
     errors: list[LineError]
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _End(msgspec.Struct):
+    """How an answer ended: a chat's or completion's choices, or a response.  One that is too long says why it is incomplete."""
+
+    choices: list[_Choice] = []
+    status: Any = None
+    incomplete_details: Any = None
+
+    @property
+    def is_cut_off(self) -> bool:
+        lacks_reason = self.status == "incomplete" and self.incomplete_details is None
+        return lacks_reason or any(each.finish_reason == "abort" for each in self.choices)
+
+
+def again(status: int, headers: Mapping[str, str], body: bytes) -> bool:
+    """Whether a line with such an answer is tried again: also where it was cut off, as by a pause of all verifiers."""
+    if status == 200:
+        try:
+            return msgspec.json.decode(body, type=_End).is_cut_off
+        except msgspec.DecodeError:
+            return False
+    return status in RETRIED and headers.get("x-should-retry") != "false"
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def read(path: Path, max_body_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:

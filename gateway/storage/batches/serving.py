@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastapi import FastAPI
-from msgspec.structs import replace
+from openai.types import BatchError, BatchRequestCounts
+from openai.types.batch import Errors
 
 from backend.config import Settings
 from gateway.http.errors import BadRequest
 from gateway.http.guard import MAX_BODY_BYTES
 from gateway.storage.batches import lines
 from gateway.storage.batches.calls import carry_out
-from gateway.storage.batches.objects import Batch, Counts, Errors, LineAnswer, LineError, Status
+from gateway.storage.batches.lines import LineAnswer
+from gateway.storage.batches.objects import Batch, Status
 from gateway.storage.batches.pace import BatchPace
-from gateway.storage.batches.store import BatchStore, KeptBatch
+from gateway.storage.batches.store import BatchStore
 from gateway.storage.sqlite import lock
 
 if TYPE_CHECKING:
@@ -48,7 +50,8 @@ RETRY_S = (0.5, 30.0)
 """Seconds between attempts at a line that the fleet cannot serve now: first and longest wait."""
 EXPIRED = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
 CANCELLED = {"code": "batch_cancelled", "message": "This request was not executed: the batch was cancelled."}
-GONE = LineError("input_file_missing", "The input file is gone.  Lines that were answered before are in the output file.")
+MISSING = "The input file is gone.  Lines that were answered before are in the output file."
+GONE = Errors(data=[BatchError(code="input_file_missing", message=MISSING)], object="list")
 FAILED = {"code": "server_error", "message": "The server had an error while processing this request."}
 
 
@@ -144,19 +147,19 @@ class Batches:
 
     async def _to_its_end(self, batch_id: str) -> None:
         """Carries out a batch from whatever state it is in."""
-        kept = await self.store.batch(batch_id)
-        there = await asyncio.to_thread(self.store.path(kept.batch.input_file_id).is_file)
-        if not there and kept.batch.status != "finalizing":
-            await self.store.change(batch_id, None, lambda now: replace(now, errors=Errors([GONE])))
-            await self.store.finish(kept, "failed")
+        batch = await self.store.batch(batch_id)
+        there = await asyncio.to_thread(self.store.path(batch.input_file_id).is_file)
+        if not there and batch.status != "finalizing":
+            await self.store.change(batch_id, None, lambda now: now.model_copy(update={"errors": GONE}))
+            await self.store.finish(batch, "failed")
             return
-        if kept.batch.status == "validating":
-            kept = replace(kept, batch=await self._check(kept.batch))
-        if kept.batch.status == "failed":
+        if batch.status == "validating":
+            batch = await self._check(batch)
+        if batch.status == "failed":
             return
         try:
-            if kept.batch.status == "in_progress":
-                await self._answer_lines(kept)
+            if batch.status == "in_progress":
+                await self._answer_lines(batch)
                 await self._advance(batch_id, "in_progress", "finalizing")
         except* _Ended:
             pass
@@ -166,8 +169,9 @@ class Batches:
         path = self.store.path(batch.input_file_id)
         checked = await asyncio.to_thread(lines.check, path, batch.endpoint, MAX_BODY_BYTES)
         if checked.errors:
-            return await self._advance(batch.id, "validating", "failed", errors=Errors(checked.errors))
-        counts = Counts(checked.total)
+            errors = Errors(data=[BatchError(**each._asdict()) for each in checked.errors], object="list")
+            return await self._advance(batch.id, "validating", "failed", errors=errors)
+        counts = BatchRequestCounts(total=checked.total, completed=0, failed=0)
         return await self._advance(batch.id, "validating", "in_progress", model=checked.model, request_counts=counts)
 
     async def _advance(self, batch_id: str, left: Status, entered: Status, **fields: Any) -> Batch:
@@ -178,15 +182,14 @@ class Batches:
 
         return await self.store.change(batch_id, None, change)
 
-    async def _answer_lines(self, kept: KeptBatch) -> None:
+    async def _answer_lines(self, batch: Batch) -> None:
         """Answers the remaining lines.  Raises `_Ended`, in a group, if the batch must end before."""
-        batch = kept.batch
         done = await self.store.answered(batch.id)
         to_read = lines.read(self.store.path(batch.input_file_id))
         waiting = asyncio.Semaphore(LINES_READ)
 
         async def answer(number: int, text: bytes) -> None:
-            await self.store.add_answers(batch.id, [(number, await self._answer(text, kept.owner))])
+            await self.store.add_answers(batch.id, [(number, await self._answer(text, batch.owner))])
 
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch(batch))
@@ -201,7 +204,7 @@ class Batches:
         """Raises `_Ended` when the batch was cancelled or its time is over."""
         while True:
             now = await self.store.batch(batch.id)
-            if now.batch.status != "in_progress" or time.time() >= batch.expires_at:
+            if now.status != "in_progress" or time.time() >= batch.expires_at:
                 raise _Ended
             await asyncio.sleep(LOOK_S)
 
@@ -224,21 +227,21 @@ class Batches:
 
     async def _finish(self, batch_id: str) -> None:
         """Stores errors for lines without an answer, writes the files, and sets the last status."""
-        kept = await self.store.batch(batch_id)
-        cancelled, expired = kept.batch.status == "cancelling", kept.batch.status == "in_progress"
-        if expired or (cancelled and kept.batch.request_counts.total):
-            await self._give_up_rest(kept, CANCELLED if cancelled else EXPIRED)
-        await self.store.finish(kept, "cancelled" if cancelled else "expired" if expired else "completed")
+        batch = await self.store.batch(batch_id)
+        cancelled, expired = batch.status == "cancelling", batch.status == "in_progress"
+        if expired or (cancelled and batch.request_counts.total):
+            await self._give_up_rest(batch, CANCELLED if cancelled else EXPIRED)
+        await self.store.finish(batch, "cancelled" if cancelled else "expired" if expired else "completed")
 
-    async def _give_up_rest(self, kept: KeptBatch, why: dict[str, str]) -> None:
-        done = await self.store.answered(kept.batch.id)
-        path = self.store.path(kept.batch.input_file_id)
+    async def _give_up_rest(self, batch: Batch, why: dict[str, str]) -> None:
+        done = await self.store.answered(batch.id)
+        path = self.store.path(batch.input_file_id)
 
         def rest() -> list[tuple[int, LineAnswer]]:
             left = [each for each in lines.read(path) if each[0] not in done]
             return [(number, LineAnswer(lines.parsed(text).custom_id, 0, None, "", why)) for number, text in left]
 
-        await self.store.add_answers(kept.batch.id, await asyncio.to_thread(rest))
+        await self.store.add_answers(batch.id, await asyncio.to_thread(rest))
 
 
 async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -12,12 +12,14 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
+from openai.types import BatchRequestCounts, FileObject
 
 from gateway.http.errors import Conflict, NotFound, StorageFull, TooManyRequests
-from gateway.storage.batches.objects import OPEN, Batch, Counts, File, LineAnswer, Purpose, Status, new_id
+from gateway.storage.batches.lines import LineAnswer, new_id
+from gateway.storage.batches.objects import OPEN, Batch, Status, added
 from gateway.storage.sqlite import Database, exclusive, transaction
 
 FILE_LIFETIME_S = 30 * 86400
@@ -39,15 +41,6 @@ CREATE TABLE IF NOT EXISTS answers (batch TEXT, line INTEGER, failed INTEGER, an
 """
 
 
-class KeptBatch(msgspec.Struct, frozen=True):
-    """A batch, with properties that the API does not show."""
-
-    batch: Batch
-    owner: str
-    lifetime_s: float
-    """How long its output files are kept."""
-
-
 class BatchStore(Database):
     """The store.  `max_bytes` bounds all contents together.  A file or batch is found only by its owner."""
 
@@ -67,7 +60,7 @@ class BatchStore(Database):
         """Raises `StorageFull` if there is no room for a file of `size` bytes, before its copy fills the disk for others."""
         self._check_room(db, size)
 
-    async def add_file(self, source: BinaryIO, name: str, owner: str, lifetime_s: float) -> File:
+    async def add_file(self, source: BinaryIO, name: str, owner: str, lifetime_s: float) -> FileObject:
         """Stores the contents of `source`.  Raises `StorageFull`."""
         file_id = new_id("file-")
         size = await asyncio.to_thread(_copy, source, self.path(file_id))
@@ -89,7 +82,7 @@ class BatchStore(Database):
         return file
 
     @transaction
-    def file(self, db: sqlite3.Connection, file_id: str, owner: str) -> File:
+    def file(self, db: sqlite3.Connection, file_id: str, owner: str) -> FileObject:
         """The file `file_id` of `owner`.  Raises `NotFound`."""
         return _file(db, file_id, owner)
 
@@ -114,19 +107,19 @@ class BatchStore(Database):
     # Batches
 
     @exclusive
-    def add_batch(self, db: sqlite3.Connection, batch: Batch, owner: str, model: str, lifetime_s: float) -> None:
+    def add_batch(self, db: sqlite3.Connection, batch: Batch, model: str) -> None:
         """`model` is the base model of the fleet that will carry it out.  Raises `NotFound` or `TooManyRequests`."""
-        _file(db, batch.input_file_id, owner, "input_file_id")
+        _file(db, batch.input_file_id, batch.owner, "input_file_id")
         self._check_room(db, 0)
         query = f"SELECT count(*) FROM batches WHERE owner = ? AND {_IS_OPEN}"
-        if db.execute(query, (owner,)).fetchone()[0] >= MAX_OPEN:
+        if db.execute(query, (batch.owner,)).fetchone()[0] >= MAX_OPEN:
             raise TooManyRequests(f"{MAX_OPEN} batches have not ended yet.")
-        of = (batch.id, owner, batch.created_at, model, batch.status, batch.input_file_id, lifetime_s)
+        of = (batch.id, batch.owner, batch.created_at, model, batch.status, batch.input_file_id, batch.lifetime_s)
         names = "id, owner, created, model, status, input, lifetime, body"
-        db.execute(f"INSERT INTO batches ({names}) VALUES (?,?,?,?,?,?,?,?)", (*of, msgspec.json.encode(batch)))
+        db.execute(f"INSERT INTO batches ({names}) VALUES (?,?,?,?,?,?,?,?)", (*of, batch.model_dump_json()))
 
     @transaction
-    def batch(self, db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> KeptBatch:
+    def batch(self, db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Batch:
         """`owner` None: any owner's.  Raises `NotFound`."""
         return _batch(db, batch_id, owner)
 
@@ -145,7 +138,7 @@ class BatchStore(Database):
     @exclusive
     def change(self, db: sqlite3.Connection, batch_id: str, owner: str | None, change: Callable[[Batch], Batch]) -> Batch:
         """Replaces a batch by what `change`, which may raise, makes of it.  Raises `NotFound`."""
-        batch = change(_batch(db, batch_id, owner).batch)
+        batch = change(_batch(db, batch_id, owner))
         _write(db, batch)
         return batch
 
@@ -159,24 +152,24 @@ class BatchStore(Database):
     @exclusive
     def add_answers(self, db: sqlite3.Connection, batch_id: str, answers: Iterable[tuple[int, LineAnswer]]) -> None:
         """Stores and counts answers.  A line keeps its first answer."""
-        batch = _batch(db, batch_id, None).batch
+        batch = _batch(db, batch_id, None)
         counts, usage = batch.request_counts, batch.usage
         completed, failed = counts.completed, counts.failed
         for line, answer in answers:
             row = (batch_id, line, answer.failed, answer.line())
             if db.execute("INSERT OR IGNORE INTO answers VALUES (?,?,?,?)", row).rowcount:
                 completed, failed = completed + (not answer.failed), failed + answer.failed
-                usage = usage.plus(answer.usage)
-        counts = Counts(counts.total, completed, failed)
-        _write(db, msgspec.structs.replace(batch, request_counts=counts, usage=usage))
+                usage = added(usage, answer.usage)
+        counts = BatchRequestCounts(total=counts.total, completed=completed, failed=failed)
+        _write(db, batch.model_copy(update={"request_counts": counts, "usage": usage}))
 
-    async def finish(self, kept: KeptBatch, last: Status) -> None:
+    async def finish(self, batch: Batch, last: Status) -> None:
         """Writes the answers into files, and sets the batch's last status."""
         output = error = None
         try:
-            output = await self._write_answers(kept, "output", failed=False)
-            error = await self._write_answers(kept, "error", failed=True)
-            await self._end(kept, last, output, error)
+            output = await self._write_answers(batch, "output", failed=False)
+            error = await self._write_answers(batch, "error", failed=True)
+            await self._end(batch.id, last, output, error)
         except Exception:
             # The next attempt writes others.
             for file in filter(None, (output, error)):
@@ -184,25 +177,27 @@ class BatchStore(Database):
             raise
 
     @exclusive
-    def _end(self, db: sqlite3.Connection, kept: KeptBatch, last: Status, output: File | None, error: File | None) -> None:
+    def _end(
+        self, db: sqlite3.Connection, batch_id: str, last: Status, output: FileObject | None, error: FileObject | None
+    ) -> None:
+        batch = _batch(db, batch_id, None)
         for file in filter(None, (output, error)):
-            _insert_file(db, file, kept.owner)
-        batch = _batch(db, kept.batch.id, None).batch
+            _insert_file(db, file, batch.owner)
         _write(db, batch.entering(last, output_file_id=output and output.id, error_file_id=error and error.id))
-        db.execute("DELETE FROM answers WHERE batch = ?", (kept.batch.id,))
+        db.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
 
     @transaction
-    def _write_answers(self, db: sqlite3.Connection, kept: KeptBatch, name: str, *, failed: bool) -> File | None:
+    def _write_answers(self, db: sqlite3.Connection, batch: Batch, name: str, *, failed: bool) -> FileObject | None:
         file_id = new_id("file-")
         query = "SELECT answer FROM answers WHERE batch = ? AND failed = ? ORDER BY line"
-        rows: Iterator[tuple[bytes]] = db.execute(query, (kept.batch.id, failed))
+        rows: Iterator[tuple[bytes]] = db.execute(query, (batch.id, failed))
         with _new(self.path(file_id)) as target:
             target.writelines(part for (answer,) in rows for part in (answer, b"\n"))
             size = target.tell()
         if not size:
             self.path(file_id).unlink()
             return None
-        return _new_file(file_id, size, f"{kept.batch.id}_{name}.jsonl", "batch_output", kept.lifetime_s)
+        return _new_file(file_id, size, f"{batch.id}_{name}.jsonl", "batch_output", batch.lifetime_s)
 
     # Room
 
@@ -228,34 +223,43 @@ class BatchStore(Database):
 _IS_OPEN = f"status IN ({', '.join(repr(each) for each in sorted(OPEN))})"
 
 
-def _file(db: sqlite3.Connection, file_id: str, owner: str, param: str = "file_id") -> File:
+def _file(db: sqlite3.Connection, file_id: str, owner: str, param: str = "file_id") -> FileObject:
     query = "SELECT body FROM files WHERE id = ? AND owner = ? AND expires > ?"
     row = db.execute(query, (file_id, owner, time.time())).fetchone()
     if row is None:
         raise NotFound("There is no such file, or it has expired.", param=param)
-    return msgspec.json.decode(row[0], type=File)
+    return FileObject.model_validate_json(row[0])
 
 
-def _new_file(file_id: str, size: int, name: str, purpose: Purpose, lifetime_s: float) -> File:
+def _new_file(file_id: str, size: int, name: str, purpose: Literal["batch", "batch_output"], lifetime_s: float) -> FileObject:
     now = int(time.time())
-    return File(id=file_id, bytes=size, created_at=now, filename=name, purpose=purpose, expires_at=now + int(lifetime_s))
+    return FileObject(
+        id=file_id,
+        object="file",
+        status="processed",
+        bytes=size,
+        created_at=now,
+        filename=name,
+        purpose=purpose,
+        expires_at=now + int(lifetime_s),
+    )
 
 
-def _insert_file(db: sqlite3.Connection, file: File, owner: str) -> None:
-    row = (file.id, owner, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file))
+def _insert_file(db: sqlite3.Connection, file: FileObject, owner: str) -> None:
+    row = (file.id, owner, file.purpose, file.bytes, file.expires_at, file.model_dump_json())
     db.execute("INSERT INTO files (id, owner, purpose, bytes, expires, body) VALUES (?,?,?,?,?,?)", row)
 
 
-def _batch(db: sqlite3.Connection, batch_id: str, owner: str | None) -> KeptBatch:
+def _batch(db: sqlite3.Connection, batch_id: str, owner: str | None) -> Batch:
     query = "SELECT body, owner, lifetime FROM batches WHERE id = ? AND owner = coalesce(?, owner)"
     row = db.execute(query, (batch_id, owner)).fetchone()
     if row is None:
         raise NotFound("There is no such batch, or it is not kept any more.", param="batch_id")
-    return KeptBatch(msgspec.json.decode(row[0], type=Batch), row[1], row[2])
+    return Batch.model_validate_json(row[0]).model_copy(update={"owner": row[1], "lifetime_s": row[2]})
 
 
 def _write(db: sqlite3.Connection, batch: Batch) -> None:
-    row = (batch.status, msgspec.json.encode(batch), batch.id)
+    row = (batch.status, batch.model_dump_json(), batch.id)
     db.execute("UPDATE batches SET status = ?, body = ? WHERE id = ?", row)
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import sqlite3
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -14,8 +16,10 @@ from gateway.requests.fields import RESPONDING, drop_nulls
 from gateway.requests.limits import check_items
 from gateway.requests.tools import callable_tools, named_tools, only_allowed
 from gateway.storage.responses.events import Event, complete, failed
-from gateway.storage.responses.store import UNFINISHED, Item, ResponseStore, Row
+from gateway.storage.responses.store import UNFINISHED, Item, ResponseStore, Row, StoredResponse
 from gateway.storage.responses.turn import Turn, as_items
+
+logger = logging.getLogger(__name__)
 
 BACKGROUND_AT_ONCE = 16
 """Most background responses at a time; further ones are `queued`."""
@@ -23,6 +27,8 @@ BACKGROUND_QUEUED = 1000
 """Most background responses in all.  One owner may have as many as there are free places, so that some stay free for others."""
 FLUSH_S = 0.2
 """Seconds between two writes of a background response's events to the store, and between two looks of those that follow it."""
+TROUBLE_S = 10.0
+"""Seconds between two attempts to store that a background response has failed."""
 LAST = ("response.completed", "response.incomplete", "response.failed")
 """Events that end a response."""
 
@@ -114,7 +120,7 @@ class ResponseService:
     ) -> dict[str, Any]:
         """Starts a background response and returns its present state.  Raises `RateLimited`."""
         own = sum(owner == turn.owner for owner, _ in self._making.values())
-        most = claim.caller.limits.concurrent_requests or BACKGROUND_QUEUED
+        most = claim.caller.concurrent_requests or BACKGROUND_QUEUED
         if own >= min(most, BACKGROUND_QUEUED - len(self._making)):
             await made.aclose()
             raise RateLimited(f"No more than {own} of your responses can be made in the background now.")
@@ -130,6 +136,7 @@ class ResponseService:
 
     async def _make(self, turn: Turn, made: AsyncGenerator[Any, None], queued: dict[str, Any]) -> None:
         waiting: list[Event] = []
+        number = 0
         written = asyncio.get_running_loop().time()
         try:
             async with self._turns:
@@ -139,6 +146,7 @@ class ResponseService:
                 # Its HTTP status was sent long ago, and its client waits for the id.
                 async for each in complete(made, turn.shown, held=0):
                     waiting.append(each)
+                    number = each.get("sequence_number", number) + 1
                     now = asyncio.get_running_loop().time()
                     if each["type"] in LAST and await self.store.unfinished(turn.id):
                         await self.keep(turn, each["response"], lambda: _rows(waiting))
@@ -148,9 +156,23 @@ class ResponseService:
                         waiting.clear()
                         written = now
         except Exception as error:
-            await self.store.advance(turn.stored_response(failed(queued, translate(error))))
+            await made.aclose()
+            body = failed(queued, translate(error))
+            end = {"type": "response.failed", "sequence_number": number, "response": body}
+            await self._fail(turn.stored_response(body), [*(each for each in waiting if each["type"] not in LAST), end])
         finally:
             await made.aclose()
+
+    async def _fail(self, kept: StoredResponse, events: list[Event]) -> None:
+        """Stores that a response has failed, when the store takes it: else its clients would ask for ever how it ended."""
+        while True:
+            try:
+                await self.store.advance(kept, _rows(events))
+                return
+            except sqlite3.Error as error:
+                # For example, the disk is full.
+                logger.error("the failure of a response cannot be stored yet: %s", error)
+                await asyncio.sleep(TROUBLE_S)
 
     async def cancel(self, response_id: str, owner: str) -> dict[str, Any]:
         """Cancels a background response; one that has ended is not changed.  Raises `ApiError`."""

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from backend.engine.front import SamplingParams
-from outrider import AsyncFleet, Episode, Fleet, OutriderError
+from outrider import AsyncFleet, Episode, Fleet, OutriderError, connection
 from outrider.parameters import fields_of
 
-Answer = Callable[[dict[str, Any]], httpx.Response]
+Answer = Callable[[dict[str, Any]], httpx.Response | Awaitable[httpx.Response]]
 
 
 def output(body: dict[str, Any]) -> httpx.Response:
@@ -43,17 +43,17 @@ def refusal(code: str, status: int = 400) -> httpx.Response:
 def joined(answer: Answer, requests: list[httpx.Request] | None = None, **settings: Any) -> Fleet:
     """Text is tokenized to its characters' codes."""
 
-    def handle(request: httpx.Request) -> httpx.Response:
+    async def handle(request: httpx.Request) -> httpx.Response:
         if requests is not None:
             requests.append(request)
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "demo"}]})
         body = json.loads(request.content)
         if request.url.path == "/tokenize":
-            return httpx.Response(
-                200, json={"tokens": [0] * body["add_special_tokens"] + [ord(each) for each in body["prompt"]]}
-            )
-        return answer(body)
+            tokens = [0] * body["add_special_tokens"] + [ord(each) for each in body["prompt"]]
+            return httpx.Response(200, json={"tokens": tokens})
+        made = answer(body)
+        return made if isinstance(made, httpx.Response) else await made
 
     return Fleet.join("http://fleet/v1", transport=httpx.MockTransport(handle), **settings)
 
@@ -68,9 +68,8 @@ def test_every_sample_of_every_prompt_comes_once_with_a_seed_of_its_own() -> Non
 
 def test_of_an_object_what_differs_from_its_class_is_sent() -> None:
     given = SamplingParams(n=2, seed=4, temperature=0.5, stop=["end"], max_tokens=16, prompt_logprobs=1)
-    assert fields_of(given) == {
-        "n": 2, "seed": 4, "temperature": 0.5, "stop": ["end"], "max_tokens": 16, "prompt_logprobs": 1
-    }  # fmt: skip
+    fields = {"n": 2, "seed": 4, "temperature": 0.5, "stop": ["end"], "max_tokens": 16, "prompt_logprobs": 1}
+    assert fields_of(given) == fields
     assert fields_of(SimpleNamespace(temperature=0.5, seed=None)) == {"temperature": 0.5}
     assert fields_of({"temperature": 1.0, "top_p": None}) == {"temperature": 1.0}
     with joined(output) as fleet:
@@ -97,6 +96,19 @@ def test_what_passes_is_tried_again(faults: list[Any]) -> None:
     with joined(answer, retries=1) as fleet:
         assert len(list(fleet.generate([[1]]))) == 1
     assert not faults
+
+
+def test_a_gateway_may_be_gone_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LONGEST_WAIT_S", 0.0)
+    faults = itertools.chain([httpx.ReadError("gone")] * 1100, [None])
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        if fault := next(faults):
+            raise fault
+        return output(body)
+
+    with joined(answer, retries=2000) as fleet:
+        assert len(list(fleet.generate([[1]]))) == 1
 
 
 @pytest.mark.parametrize(
@@ -170,11 +182,12 @@ def test_an_episode_that_outgrows_the_context_ends_and_an_environments_error_is_
 
 def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
     """Verifiers load it again when they start anew, or when the next one fails."""
-    statuses = [200, 400, 503, 200]
+    statuses = [200, 400, 503, 200, 200]
+    turned = {"a": [[1.0, 2.0], [3.0, 4.0]], "b": [[1.0, 3.0], [2.0, 4.0]]}
 
     def answer(body: dict[str, Any]) -> httpx.Response:
         file = Path(body["weight_dir"]) / "model.safetensors"
-        assert {name: tensor.tolist() for name, tensor in load_file(file).items()} == {"a": [1.0, 1.0]}
+        assert {name: tensor.tolist() for name, tensor in load_file(file).items()} in ({"a": [1.0, 1.0]}, turned)
         status = statuses.pop(0)
         return httpx.Response(200, json={"weight_version": body["weight_version"]}) if status == 200 else refusal("no", status)
 
@@ -189,6 +202,8 @@ def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
         with pytest.raises(OutriderError):
             fleet.update_weights({"a": tied}, "three")
         assert len(list(tmp_path.iterdir())) == 2, "some verifiers may have loaded it"
+        square = torch.tensor(turned["a"])
+        fleet.update_weights({"a": square, "b": square.t()}, "turned")
         fleet.update_weights({"a": tied}, "four")
         (last,) = tmp_path.iterdir()
         spread = Mock(full_tensor=None, spec=["full_tensor"])
@@ -198,30 +213,21 @@ def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
     assert last.exists()
 
 
-def test_adapters_are_models() -> None:
+def test_adapters_are_models_and_directories_are_named_in_full() -> None:
+    """Verifiers run in other directories."""
     sent: list[httpx.Request] = []
-    with joined(lambda body: output(body) if "model" in body else httpx.Response(200, json={}), sent) as fleet:
+    loaded = httpx.Response(200, json={"weight_version": "1"})
+    with joined(lambda body: output(body) if "model" in body else loaded, sent) as fleet:
+        fleet.update_weights("weights/step_1")
         fleet.load_adapter("sql", "adapters/one")
         assert [sample.token_ids for sample in fleet.generate([[1]], model="sql")] == [[0]]
         assert len(fleet.wait(fleet.submit([1], n=2, model="sql"))) == 2
         (episode,) = fleet.episodes([[1]], lambda episode: 1.0, model="sql")
-    bodies = [json.loads(request.content) for request in sent if request.content]
-    assert bodies[0] == {"lora_name": "sql", "lora_path": str(Path.cwd() / "adapters/one")}
-    assert {body["model"] for body in bodies[1:]} == {"sql"}
-    assert (episode.reward, len(bodies)) == (1.0, 5)
-
-
-def test_a_directory_of_weights_is_named_in_full() -> None:
-    """Verifiers run in other directories."""
-    named: list[str] = []
-
-    def answer(body: dict[str, Any]) -> httpx.Response:
-        named.append(body["weight_dir"])
-        return httpx.Response(200, json={"weight_version": "1"})
-
-    with joined(answer) as fleet:
-        fleet.update_weights("weights/step_1")
-    assert named == [str(Path.cwd() / "weights/step_1")]
+    weights, adapter, *bodies = [json.loads(request.content) for request in sent if request.content]
+    assert weights["weight_dir"] == str(Path.cwd() / "weights/step_1")
+    assert adapter == {"lora_name": "sql", "lora_path": str(Path.cwd() / "adapters/one")}
+    assert [body["model"] for body in bodies] == ["sql"] * 4
+    assert episode.reward == 1.0
 
 
 def test_a_loop_that_is_left_cancels_the_rest() -> None:
@@ -229,23 +235,19 @@ def test_a_loop_that_is_left_cancels_the_rest() -> None:
     cancelled: list[int] = []
     numbers = itertools.count()
 
-    async def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "demo"}]})
+    async def answer(body: dict[str, Any]) -> httpx.Response:
         if number := next(numbers):
             try:
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:
+            finally:
                 cancelled.append(number)
-                raise
-        return output(json.loads(request.content))
+        return output(body)
 
-    with Fleet.join("http://fleet", transport=httpx.MockTransport(handle), concurrency=3) as fleet:
+    with joined(answer, concurrency=3) as fleet:
         samples = fleet.generate([[1]] * 9)
         assert next(samples).token_ids == [0]
         samples.close()
-        number = fleet.submit([1])
-        fleet.cancel(number)
+        fleet.cancel(fleet.submit([1]))
     assert len(cancelled) >= 2
 
 
@@ -259,10 +261,7 @@ def test_a_generator_that_the_garbage_collector_ends_stops_nothing() -> None:
         cycle.append(cycle)  # type: ignore[arg-type]
         del samples, cycle
 
-        async def step(episode: Episode) -> float:
-            gc.collect()
-            return 1.0
-
+        step = AsyncMock(side_effect=lambda episode: float(gc.collect() >= 0))
         assert [episode.reward for episode in fleet.episodes([[1]], step)] == [1.0], "the fleet's thread waits for itself"
 
 

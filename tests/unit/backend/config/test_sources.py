@@ -1,13 +1,14 @@
 """Settings: who wins, and what an error says."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from backend.config import Settings
+from backend.config.settings import Mode
 from backend.config.sources import ALIASES, ConfigError, flag, leaves, load, merge, read_variables, variable
 
 
@@ -41,32 +42,24 @@ def test_each_source_beats_the_next_key_by_key(tmp_path: Path, monkeypatch: pyte
     }
 
 
-def test_short_flags_are_the_gateways(tmp_path: Path) -> None:
-    settings = load(["--host", "::1", "--port=0", "--api-key", "k"]).settings
-    assert (settings.gateway.host, settings.gateway.port, settings.gateway.api_key) == ("::1", 0, "k")
-    assert set(ALIASES.values()) <= {path for path, _ in leaves()}
-
-
-def test_the_file_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTRIDER_CONFIG", write(tmp_path, "verifiers: 2"))
-    assert load([]).settings.verifiers == 2
-    assert load(["--config", write(tmp_path, "verifiers: 4")]).settings.verifiers == 4
-
-
-def test_values_of_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_every_shape_short_flags_and_a_file_named_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTRIDER_VERIFIER__ENGINE_ARGS", '{"block_size": 32}')
-    settings = load(["--verifier-adapters-loadable", "--drafting-gpus", "none", "--gateway-drain-s", "2.5"]).settings
-    assert settings.verifier.adapters_loadable is True
-    assert settings.drafting.gpus is None
-    assert settings.gateway.drain_s == 2.5
-    assert settings.verifier.engine_args == {"block_size": 32}
-    assert load(["--verifier-lookup", "false"]).settings.verifier.lookup is False
+    monkeypatch.setenv("OUTRIDER_CONFIG", write(tmp_path, "verifiers: 2\nverifier: {lookup: true}"))
+    settings = load(["--verifier-adapters-loadable", "--drafting-gpus", "none", "--verifier-lookup", "false"]).settings
+    assert (settings.verifiers, settings.drafting.gpus) == (2, None)
+    verifier = settings.verifier
+    assert (verifier.adapters_loadable, verifier.lookup, verifier.engine_args) == (True, False, {"block_size": 32})
+    gateway = load(["--host", "::1", "--port=0", "--api-key", "k", "--gateway-drain-s", "2.5"]).settings.gateway
+    assert (gateway.host, gateway.port, gateway.api_key, gateway.drain_s) == ("::1", 0, "k", 2.5)
+    assert set(ALIASES.values()) <= {path for path, _ in leaves()}
+    assert load(["--config", write(tmp_path, "verifiers: 4")]).settings.verifiers == 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--gateway-prot", "1"], "unknown flag --gateway-prot; did you mean --gateway-port?"),
         (["--gateway-por", "1"], "unknown flag --gateway-por; did you mean --gateway-port?"),
         (["--prot=1"], "unknown flag --prot; did you mean --port?"),
         (["serve-me"], "unexpected argument 'serve-me': settings are given as --name value"),
@@ -115,6 +108,12 @@ def test_every_default_survives_the_environment(leaf: Any) -> None:
     assert merge([read_variables({variable(path): str(default)})]).settings == Settings()
 
 
+def test_every_mode_may_be_written_bare_in_a_file(tmp_path: Path) -> None:
+    """YAML takes `off` for false."""
+    for mode in get_args(Mode):
+        assert load(["--config", write(tmp_path, f"mode: {mode}")]).settings.mode == mode
+
+
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         load(["--help"])
@@ -125,8 +124,13 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_secret_is_read_from_the_file_it_names(tmp_path):
     key = tmp_path / "key"
-    key.write_text("s3cret\n")
-    assert load(["--api-key", f"@{key}"], "test").settings.gateway.api_key == "s3cret"
+    file = write(tmp_path, f"gateway: {{api_key: '@{key}'}}")
+    for arguments in (["--api-key", f"@{key}"], ["--config", file]):
+        for text in ("s3cret", "none"):
+            key.write_text(f"{text}\n")
+            assert load(arguments, "test").settings.gateway.api_key == text
+        key.write_text("\n")
+        assert refusal(*arguments).endswith(f": {key} is empty"), "without a key, the gateway would be open to all"
     with pytest.raises(ConfigError, match="cannot be read"):
         load(["--gateway-admin-key", f"@{tmp_path}/none"], "test")
     assert load(["--gateway-served-model-name", "@x"], "test").settings.gateway.served_model_name == ["@x"]

@@ -150,6 +150,17 @@ def test_of_two_who_decided_on_the_same_version_only_one_changes_the_fleet(histo
             assert reason(admin.submit(Drain(member="d1", if_version=version), 0.0)) == "version_mismatch"
 
 
+@pytest.mark.parametrize("command", [Drain(member="v1"), Remove(member="v1"), Restart(members=["v1"])])
+def test_a_verifier_that_waits_for_its_removal_is_no_other_that_serves(command: AnyCommand) -> None:
+    admin, _ = administration(verifiers=2)
+    removal = done(admin.submit(Remove(member="v0"), 0.0)).operation
+    assert reason(admin.submit(command, 0.0)) == "last_verifier"
+    (operation,) = admin.operations
+    assert operation.id == removal
+    admin.progress(replace(operation, state="failed"))
+    assert isinstance(admin.submit(command, 0.0), Done), "it was not removed"
+
+
 def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() -> None:
     admin, _ = administration()
     first = done(admin.submit(Remove(member="d0"), 0.0))
@@ -173,16 +184,11 @@ def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() ->
     assert admin.operations[-2].members == ["d2"]
     admin.progress(replace(work, note="forgotten long since"))
     assert work.id not in [each.id for each in admin.operations]
-
-
-def test_a_report_on_an_operation_from_before_a_restart_changes_no_operation_since() -> None:
-    before, _ = administration()
-    done(before.submit(Restart(force=True), 0.0))
-    (operation,) = before.operations
+    # One from before a restart of the coordinator is none of those since.
     after = Administration(Coordinator(first_version=1000), 30.0, True)
     added = done(after.submit(Add(kind="verifier"), 1.0))
-    after.progress(replace(operation, state="done", note="everyone restarted"))
-    assert [(each.id, each.state, each.note) for each in after.operations] == [(added.operation, "waiting", "")]
+    after.progress(replace(work, state="done"))
+    assert [(each.id, each.state) for each in after.operations] == [(added.operation, "waiting")]
 
 
 def test_pins_hold_until_they_are_given_back() -> None:

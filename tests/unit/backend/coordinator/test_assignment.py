@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.coordinator.assignment import Pair, Situation, VerifierLoad
-from backend.coordinator.messages import Report
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.water_filling import Assigning, decide
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
@@ -214,7 +213,7 @@ class Fleet:
         return [each.verifier_id for each in self.policy.snapshot(self.now).assignments]
 
     def _report(self, name: str, stats: VerifierStats | DrafterStats) -> None:
-        assert self.policy.report(Report(name, "i", "ready", stats), self.now).known
+        assert self.policy.report(name, "i", stats, "ready", self.now).known
 
     def _noisy(self, value: float) -> float:
         return value * self.dice.uniform(0.9, 1.1)

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from backend.coordinator.administration import Administration
 from backend.coordinator.assignment import VerifierLoad
-from backend.coordinator.messages import Report
 from backend.coordinator.policy import DECIDE_EVERY_S, FORGET_LOST_S, START_LEASE_S, Coordinator
 from backend.fleet import (
     DraftCounters,
@@ -54,7 +53,7 @@ def report(
     policy: Coordinator, member_id: str, now: float, running: int = 0, incarnation: str = "i0", state: MemberState = "ready"
 ) -> Orders:
     stats = VerifierStats(member_id, 0.0, "sync", 4, running=running) if member_id.startswith("v") else None
-    return policy.report(Report(member_id, incarnation, state, stats), now)
+    return policy.report(member_id, incarnation, stats, state, now)
 
 
 def test_a_decision_is_made_at_once_when_somebody_comes_and_else_now_and_then() -> None:
@@ -89,15 +88,15 @@ def test_what_a_process_measured_is_forgotten_with_it() -> None:
     for now, drafts in ((0.1, 1000), (0.2, 1100)):
         counted = {"d0": DraftCounters(drafts, accepted_tokens=2 * drafts)}
         stats = VerifierStats("v0", 0.0, "auto", 4, running=4, drafters=counted, drafters_down=["d0"])
-        policy.report(Report("v0", "i0", "ready", stats), now)
-    policy.report(Report("d0", "i0", "ready", DrafterStats("d0", 0.0, speed=Speed(0.01, 0.001))), 0.2)
+        policy.report("v0", "i0", stats, "ready", now)
+    policy.report("d0", "i0", DrafterStats("d0", 0.0, speed=Speed(0.01, 0.001)), "ready", 0.2)
     before = policy.situation(0.2)
     assert before.verifiers["v0"].length == 3
     assert before.verifiers["v0"].down == {"d0"}
     assert before.drafters["d0"] == Speed(0.01, 0.001)
     for name, kind in (("v0", "verifier"), ("d0", "drafter")):
         policy.register(member(name, cast(MemberKind, kind), "i1"), 0.3)
-    policy.report(Report("v0", "i1", "ready", VerifierStats("v0", 9.0, "auto", 4, running=4)), 0.4)
+    policy.report("v0", "i1", VerifierStats("v0", 9.0, "auto", 4, running=4), "ready", 0.4)
     after = policy.situation(0.4)
     assert after.verifiers == {"v0": VerifierLoad(requests=4)}
     assert after.drafters == {"d0": None}

@@ -37,8 +37,9 @@ from backend.engine.worker.runner import RemoteDrafting
 from backend.fleet import LOOKUP, VerifierStats
 from backend.lab.bench.load import APART
 from backend.speculation.chances import Rule
-from tests.support.drafter_heads import Session
+from tests.support.drafter_sessions import Session
 from tests.support.processes import demo_models
+from tests.support.rows import connected
 from tests.unit.backend.drafter.simulated_link import SimulatedDealer, World
 
 BLOCK = 32
@@ -297,13 +298,8 @@ class SimulatedVerifier:
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
     """Makes verifier code use the world's clock and sockets, for a `with` block."""
-
-    def connect(wire: Any, address: str, server_key: str, high_water_mark: int) -> SimulatedDealer:
-        return SimulatedDealer(world, address)
-
     with ExitStack() as stack:
         for module in ("loop", "draft_links", "scheduler", "feature_link", "counting"):
             stack.enter_context(mock.patch(f"backend.engine.{module}.time", world))
-        stack.enter_context(mock.patch("backend.engine.feature_link.connect_dealer", connect))
-        stack.enter_context(mock.patch("backend.engine.feature_link.Dealer", lambda socket: socket))
+        stack.enter_context(connected(functools.partial(SimulatedDealer, world)))
         yield

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backend.drafter.cache import BLOCK, UNIT, RowCache, Sequence
+from backend.drafter.cache import SHORTEST, UNIT, RowCache, Sequence
 from backend.speculation.tokens import UNKNOWN, common_prefix
 from tests.support.properties import examples
 
@@ -50,7 +50,6 @@ class CacheMachine(RuleBasedStateMachine):
             self.rows[place + i] = tuple(sequence.tokens[: start + i + 2])
         for i in range(scratch):
             self.rows[place + count + i] = DRAFTED
-        self.cache.publish(sequence)
 
     @rule(key=st.integers(0, 4), tokens=tokens_strategy, share=st.floats(0, 1), scratch=st.integers(0, 5))
     def open(self, key: int, tokens: list[int], share: float, scratch: int) -> None:
@@ -135,7 +134,6 @@ def fill(cache: RowCache, key: str, tokens: list[int]) -> Sequence:
     sequence = cache.open(key, tokens, 0)
     assert cache.reserve(sequence, len(tokens) - 1)
     cache.append(sequence, 0, len(tokens) - 1)
-    cache.publish(sequence)
     return sequence
 
 
@@ -146,11 +144,21 @@ def test_rows_are_copied_up_to_the_token_that_differs_and_those_of_a_closed_sequ
     second = cache.open("second", [*range(70), 7, 7, 7], 1000)
     # Row 69 was paired with token 70, which differs.
     assert (second.length, moves) == (69, [(first.start, second.start, 69)])
-    third = cache.open("third", [*range(BLOCK - 1), 5], 1000)
-    assert third.length == 0, "less than a block is not worth finding"
+    third = cache.open("third", [*range(SHORTEST - 1), 5], 1000)
+    assert third.length == 0, "so few tokens are not worth sharing"
     cache.close("first")
     last = cache.open("last", [*range(102)], 99)
     assert (last.start, last.length, len(moves)) == (first.start, 99, 1)
+
+
+@pytest.mark.parametrize("lengths", itertools.permutations((20, 60, 90)))
+def test_the_sequence_that_shares_the_most_is_found(lengths: tuple[int, ...]) -> None:
+    cache = RowCache(4096, lambda *_: None)
+    for shared in lengths:
+        fill(cache, str(shared), [*range(shared), 7, *range(shared + 1, 200)])
+    for shared in (20, 40, 60, 75, 90, 150):
+        # Row 89 would need token 90, which differs in all of them.
+        assert cache.open("next", list(range(shared)), 1000).length == min(shared, 90) - 1
 
 
 @pytest.mark.parametrize("gone", ["first", "second"])
@@ -185,16 +193,15 @@ def test_common_prefix(a: list[int], b: list[int], shared: int) -> None:
 
 def test_rows_of_earlier_weights_serve_no_new_sequence() -> None:
     cache = RowCache(8 * UNIT, lambda source, target, rows: None)
-    tokens, others = [1] * (4 * BLOCK), [2] * (4 * BLOCK)
+    tokens, others = [1] * (4 * SHORTEST), [2] * (4 * SHORTEST)
     fill(cache, "closed", tokens)
     cache.close("closed")
     still = fill(cache, "open", others)
     cache.invalidate()
     for key, prompt in (("a", tokens), ("b", others)):
         assert cache.open(key, prompt, 1000).length == 0
-    # The open one goes on; what it adds is not shared either, and closing it leaves nothing behind.
+    # The open one goes on, and closing it leaves nothing behind.
     assert still.length
-    cache.publish(still)
     cache.close("open")
     assert cache.open("c", others, 1000).length == 0
     fill(cache, "a", tokens)

@@ -16,7 +16,8 @@ from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Sam
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, CheckpointError, OnePassDrafting, load_config
-from tests.support.drafter_heads import Reference, Session, TinyHead, check, tokens_of, write_head, write_target
+from tests.support.drafter_heads import Reference, TinyHead, check, make_one_pass, write_head, write_target
+from tests.support.drafter_sessions import Session, tokens_of
 from tests.support.true_noise import true_gumbel
 from tests.unit.backend.drafter.test_independent import decode
 
@@ -33,11 +34,6 @@ HEADS = {
     "Markov, causal with a window": TinyHead(kind="dspark", layers=2, dflash=SLIDING),
     "Markov, masks draw in their places": TinyHead(kind="dspark", dflash={"sample_from_anchor": False, "block_size": 9}),
 }
-
-
-def make(directory: Path, head: TinyHead) -> DFlashProposer:
-    target = write_target(directory / "target", head)
-    return DFlashProposer(load_drafter(write_head(directory / "head", head), target), 4096)
 
 
 class BlockReference(Reference):
@@ -96,7 +92,7 @@ def check_draft(session: Session, reference: BlockReference, drafted: Drafted, k
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead) -> None:
     """A stretch of the cache has 64 rows, of which two neighbours have 62 each: their blocks take no rows of the other."""
-    proposer, reference = make(tmp_path, head), BlockReference(head)
+    proposer, reference = make_one_pass(tmp_path, head), BlockReference(head)
     hot = Sampling.of(7, 0.8)
     kinds = [(63, 0, GREEDY), (63, 0, GREEDY), (40, 11, GREEDY), (2, 0, hot)]
     sessions = [Session(proposer, i, tokens_of(i, length), skip, each) for i, (length, skip, each) in enumerate(kinds)]
@@ -112,7 +108,7 @@ def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead) -> Non
 
 
 def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> None:
-    proposer = make(tmp_path, HEADS["each sees all"])
+    proposer = make_one_pass(tmp_path, HEADS["each sees all"])
     (whole,) = proposer.draft([Session(proposer, 1, tokens_of(1, 12)).ask(30)])
     assert len(whole.tokens) == 8, "block_size is 9"
     unsure = [[0.0, 0.0, -9.0]] * 3
@@ -124,7 +120,7 @@ def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> 
 @pytest.mark.parametrize("head", [HEADS["mixed"], HEADS["Markov, causal with a window"]], ids=["DFlash", "DSpark"])
 def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_path: Path, head: TinyHead) -> None:
     k, times, hot = 3, 300, 30.0
-    proposer, reference = make(tmp_path, head), BlockReference(head)
+    proposer, reference = make_one_pass(tmp_path, head), BlockReference(head)
     sampled = Session(proposer, 1, tokens_of(1, 12), 0, Sampling.of(5, hot, True))
     proposer.draft([sampled.ask(0), Session(proposer, 2, tokens_of(2, 7)).ask(0)])
     surplus, drafts = torch.zeros(k, head.vocab), set()

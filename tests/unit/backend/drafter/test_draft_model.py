@@ -15,7 +15,7 @@ from backend.drafter.head import LONG
 from backend.drafter.proposer import DraftRequest, Premise, Sampling, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.head_config import CheckpointError
-from tests.support.drafter_heads import tokens_of
+from tests.support.drafter_sessions import tokens_of
 from tests.support.other_vocabulary import write_permuted, write_tokenizer
 from tests.support.properties import examples
 

@@ -17,7 +17,8 @@ from backend.drafter import eagle
 from backend.drafter.draws import Ends
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, Drafted, DraftRequest, Premise, Sampling, Until
 from backend.speculation.chances import CLIP, chances
-from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, tokens_of
+from tests.support.drafter_heads import Reference, TinyHead, make_proposer
+from tests.support.drafter_sessions import Session, begun, tokens_of
 from tests.support.properties import examples
 
 HEADS = {

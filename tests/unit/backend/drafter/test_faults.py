@@ -22,13 +22,13 @@ from vllm.v1.request import RequestStatus
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
 from backend.wire.drafting import Hello, decode_to_drafter
-from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.ahead_verifier import HEAD
+from tests.support.drafter_heads import make_proposer
 from tests.support.properties import examples
 from tests.support.speculator import assert_nothing_is_left
 from tests.unit.backend.drafter.simulated_link import Faults, SimulatedDrafter, World
 from tests.unit.backend.drafter.simulated_verifier import SimulatedVerifier, Text, simulated, write_text
 
-HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
 MODES = ("sync", "ahead", "auto")
 REQUESTS = 6
 LONGEST_WAIT_S = 0.1

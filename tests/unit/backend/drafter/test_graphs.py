@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from backend.drafter import decoding, dflash, draws
 from backend.drafter.attention import cpu as attention
-from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, Drafted, Sampling
-from backend.models.checkpoint import load_drafter
 from backend.noise import cpu as noise
-from tests.support.drafter_heads import TinyHead, begun, make_proposer, tokens_of, write_head, write_target
+from tests.support.drafter_heads import TinyHead, make_one_pass, make_proposer
+from tests.support.drafter_sessions import begun, tokens_of
 from tests.support.reads import nothing_read
 
 KERNELS = (attention, "attend"), (attention, "rms_norm"), (noise, "rank"), (noise, "gumbel"), (noise, "lay_out")
@@ -128,8 +127,7 @@ def test_replayed_steps_draft_what_eager_ones_do(tmp_path: Path, samplings: list
 def test_replayed_passes_draft_what_eager_ones_do(tmp_path: Path, kind: str, samplings: list[Sampling]) -> None:
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
     head = TinyHead(kind, layers=2, draft_vocab=40, dflash=windows)
-    weights = load_drafter(write_head(tmp_path / "head", head), write_target(tmp_path / "target", head))
-    replaying, eager = (DFlashProposer(weights, 16384) for _ in range(2))
+    replaying, eager = (make_one_pass(tmp_path / name, head) for name in "ab")
     replaying._capture()
     assert_replayed_is_eager([replaying, eager], samplings)
     assert REPLAYED["compute"] == 4

@@ -18,7 +18,8 @@ from backend.drafter.decoding import NUMBERS, Decoder
 from backend.drafter.draws import SUPPORT, Ends, Rules, columns_of
 from backend.drafter.proposer import GREEDY, Drafted, Premise, Sampling, Until
 from backend.speculation.chances import CLIP
-from tests.support.drafter_heads import Reference, TinyHead, begun, make_proposer
+from tests.support.drafter_heads import Reference, TinyHead, make_proposer
+from tests.support.drafter_sessions import begun
 from tests.support.properties import examples
 from tests.support.statistics import chi_square
 from tests.support.true_noise import true_gumbel

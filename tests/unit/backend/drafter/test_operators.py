@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer, ModelProposer
 from backend.drafter.head import LONG
 from backend.drafter.proposer import GREEDY, Sampling
 from backend.models.checkpoint import load_drafter
-from tests.support.drafter_heads import Session, TinyHead, begun, make_proposer, tokens_of, write_head, write_target
+from tests.support.drafter_heads import TinyHead, make_one_pass, make_proposer, write_target
+from tests.support.drafter_sessions import Session, begun, tokens_of
 from tests.unit.backend.drafter.test_draft_model import save
 from tests.unit.backend.drafter.test_graphs import SAMPLINGS
 
@@ -83,9 +83,7 @@ def test_operators_of_a_pass_with_a_prompt_do_not_grow_with_requests_that_read_t
 
 @pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 def test_operators_of_a_pass_with_a_markov_head_do_not_grow_with_requests(tmp_path: Path, samplings: list[Sampling]) -> None:
-    head, seen = TinyHead("dspark", layers=2), []
-    target = write_target(tmp_path / "target", head)
-    proposer = DFlashProposer(load_drafter(write_head(tmp_path / "head", head), target), 16384)
+    proposer, seen = make_one_pass(tmp_path, TinyHead("dspark", layers=2)), []
     for count in (4, 64):
         requests = [begun(proposer, f"{count}{key:02}", 20, samplings[key % len(samplings)]) for key in range(count)]
         seen.append(operators(proposer.draft, [r.ask(4) for r in requests]))
@@ -115,9 +113,7 @@ def test_where_a_capture_fails_all_is_drafted_without_graphs(
     fakes: dict[str, Any] = dict.fromkeys(("Stream", "CUDAGraph", "graph_pool_handle"), mock.Mock)
     for name, fake in (fakes | {"stream": stream, "graph": graph, "current_stream": lambda: current[0]}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    head = TinyHead("dflash", layers=2)
-    weights = load_drafter(write_head(tmp_path / "head", head), write_target(tmp_path / "target", head))
-    one_pass = DFlashProposer(weights, 16384)
+    one_pass = make_one_pass(tmp_path / "one", TinyHead("dflash", layers=2))
     proposer, (request,) = opened(tmp_path / "two", TinyHead(), 1, [GREEDY])
     both: list[tuple[Any, Session]] = [(proposer._decoder, request), (one_pass, begun(one_pass, 0, 20))]
     for capturing, session in both:

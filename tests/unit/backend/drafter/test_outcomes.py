@@ -16,7 +16,8 @@ from backend.drafter.proposer import MAX_OUTCOMES, Premise, Sampling, Until
 from backend.speculation.chances import chances
 from backend.wire.drafting import Outcome
 from tests.support.attention_cases import attend_one_by_one
-from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer
+from tests.support.drafter_heads import Reference, TinyHead, make_proposer
+from tests.support.drafter_sessions import Session, begun
 from tests.unit.backend.drafter.test_eagle import CLOSE_CALL, GREEDY_JUDGE, HEADS, SAMPLED_JUDGE, SEED, signs_of
 
 KINDS_OF_HEADS = "plain", "reduced vocabulary", "two layers", "norm output", "qwen3", "wide heads", "eagle 1, two layers"
@@ -150,27 +151,16 @@ def test_a_draft_for_an_outcome_that_came_takes_one_pass_to_enumerate(tmp_path: 
     assert exact > 20
 
 
-def test_another_draft_than_that_of_the_outcome_is_taken_token_by_token(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer, book = make_proposer(tmp_path, head), Reference(head)
-    request = begun(proposer, 1, 20)
-    draft = request.draft().tokens
-    outcome = proposer.draft_outcomes([request.premise(draft, 6)])[0][0]
-    request.commit([*draft[: outcome.accepted], outcome.token]).draft(0)
-    other = [(outcome.tokens[0] + 1) % 60, 3, 4]
-    assert check(book, request, other, proposer.draft_outcomes([request.premise(other, 6)])[0], 6) > 2
-
-
-@pytest.mark.parametrize("beside", ["nobody", "a fresh draft", "a draft for an outcome"])
+@pytest.mark.parametrize("beside", ["nobody", "a fresh draft", "a draft for an outcome", "another one"])
 def test_the_next_token_alone_is_enumerated_where_nothing_is_verified(tmp_path: Path, beside: str) -> None:
     head = TinyHead()
     proposer, book = make_proposer(tmp_path, head), Reference(head)
     alone, other = begun(proposer, 1, 20), begun(proposer, 2, 25)
     draft = other.draft().tokens
-    if beside == "a draft for an outcome":
+    if beside in ("a draft for an outcome", "another one"):
         outcome = proposer.draft_outcomes([other.premise(draft, 6)])[0][0]
         other.commit([*draft[: outcome.accepted], outcome.token]).draft(0)
-        draft = outcome.tokens
+        draft = outcome.tokens if beside != "another one" else [(outcome.tokens[0] + 1) % 60, 3, 4]
     premises = [alone.premise([], 6)] + [other.premise(draft, 6)] * (beside != "nobody")
     found = proposer.draft_outcomes(premises)
     assert {outcome.accepted for outcome in found[0]} == {0}

@@ -50,10 +50,6 @@ class Verifier(AheadVerifier):
         self.ask(*items, k=k)
         return drafts_of(self.work())
 
-    def frames_with(self, following: Next, *items: Open | Commit) -> list[bytes]:
-        """A round that also asks for drafts."""
-        return [encode(Round("float32", HEAD.hidden, list(items), None, following)), self.frames(*items)[1]]
-
 
 def refusal(replies: list[Reply]) -> str:
     assert len(replies) == 1
@@ -81,7 +77,7 @@ def test_what_a_round_asks_for_is_drafted_with_its_rows(service: DrafterService)
     for items in (first, (Commit("a", 7, [7, 8], 2), Commit("b", 4, [9], 1))):
         expected, batches = apart.drafts_after(*items, k=3), service.stats().batches
         following = Next([NextItem(item.request_id, item.base_len, 3, [], 0, fresh_k=3) for item in items])
-        assert service.receive(together.features, together.frames_with(following, *items)) == []
+        assert service.receive(together.features, together.frames(*items, following=following)) == []
         assert drafts_of(together.step()) == expected
         assert service.stats().batches == batches + 1, "rows and drafts are one batch"
 

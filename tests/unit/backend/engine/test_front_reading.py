@@ -20,7 +20,7 @@ from backend.engine.front import reading as front
 from backend.engine.front.schemas import check_schema
 from backend.engine.parsers import ANY_MODEL, REASONING, TOOLS, reasoning_parser, tool_parser
 from tests.support.properties import examples
-from tests.unit.backend.engine.tool_answers import ANSWERS, harmony, tokenizer, tokens_of
+from tests.unit.backend.engine.tool_answers import ANSWERS, harmony, tokenizer
 
 STREAMED_OTHERWISE = {"hunyuan_a13b", "jamba", "minicpm5"}
 """Their streams differ from their whole answers with any cuts, also in vLLM: docs/reference/api.md names them."""
@@ -39,7 +39,7 @@ HARMONYS = harmony(ANSWERS["openai"])
 
 def spelled(text):
     """The tokenizer that a text is for, and its tokens."""
-    return HARMONYS if text == ANSWERS["openai"] else (TOKENIZER, tokens_of(TOKENIZER, text))
+    return HARMONYS if text == ANSWERS["openai"] else (TOKENIZER, TOKENIZER.encode(text))
 
 
 def _tool(name, **properties):

@@ -37,7 +37,7 @@ class Verifier:
 
     def __init__(self, files: list[Row] | None = None, router: Any = None) -> None:
         self.aborted: list[str] = []
-        self._inbox: list[tuple[bytes, list[Any]]] = []
+        self.inbox: list[tuple[bytes, list[Any]]] = []
         self.sent: list[tuple[bytes, bytes, bytes]] = []
         self.core: Any = Mock(scheduler=Scheduler(), abort_requests=self.aborted.extend)
         self.core.vllm_config.model_config.get_vocab_size = lambda: 100
@@ -51,14 +51,14 @@ class Verifier:
         return next((each for each in self.core.scheduler.observers if isinstance(each, Recording)), None)
 
     def receive(self) -> tuple[bytes, list[Any]] | None:
-        return self._inbox.pop(0) if self._inbox else None
+        return self.inbox.pop(0) if self.inbox else None
 
     def send(self, identity: bytes, kind: bytes, payload: bytes = b"") -> bool:
         self.sent.append((identity, kind, payload))
         return True
 
     def hear(self, identity: bytes, frames: list[Any], now: float) -> None:
-        self._inbox.append((identity, frames))
+        self.inbox.append((identity, frames))
         self.port.receive(now)
 
     def call(self, identity: bytes, now: float, method: str, *arguments: Any) -> UtilityOutput:
@@ -128,6 +128,29 @@ def test_a_silent_client_is_known_for_as_long_as_it_said(lease_s: float, known: 
     assert verifier.aborted == ([] if known else ["r"])
     verifier.hear(b"c", SPEECH.ping(), 12.0)
     assert (verifier.sent[-1][1] == REFUSED) != known
+
+
+def test_loading_weights_costs_no_gateway_its_lease_nor_do_the_pings_that_came_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+
+    def load(self: WeightControl, path: str | None = None) -> None:
+        clock.now += 60.0
+
+    monkeypatch.setattr("backend.engine.gateways.time", clock)
+    monkeypatch.setattr(WeightControl, "reload_weights", load)
+    verifier = Verifier()
+    verifier.hear(b"a", SPEECH.hello("a"), 0.0)
+    # All of it is read at once, when the engine thread has time.
+    verifier.inbox.append((b"a", SPEECH.call(1, "reload_weights", ["/new"])))
+    verifier.inbox += [(b"a", SPEECH.ping()), (b"b", SPEECH.hello("b"))]
+    assert verifier.port.receive(0.0) == 60.0
+    verifier.port.expire(clock.now)
+    for name in (b"a", b"b"):
+        verifier.hear(name, SPEECH.ping(), clock.now)
+        assert verifier.sent[-1][1] != REFUSED
 
 
 @pytest.mark.parametrize("files", [None, list[Row]()], ids=["no files", "files"])

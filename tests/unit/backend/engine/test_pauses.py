@@ -40,6 +40,17 @@ def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> N
     assert core.log[-1] == ("wake", ["weights"])
 
 
+def test_a_verifier_that_did_not_sleep_goes_on_with_those_that_did(core: Core) -> None:
+    """It was started while others slept, and is only paused: they wake their KV cache last, behind new weights."""
+    control = WeightControl(core, "", can_sleep=True)
+    assert control.wake_up(["weights"]), "nothing is to be undone"
+    control.pause("keep")
+    assert not control.wake_up(["weights"])
+    assert control.is_paused
+    assert control.wake_up(["kv_cache"])
+    assert not control.is_paused
+
+
 def test_weights_that_are_awake_are_updated_while_the_kv_cache_sleeps(core: Core, control: WeightControl) -> None:
     """A trainer on the same GPU has room for both only afterwards."""
     core.pause_state = PauseState.PAUSED_ALL
@@ -80,6 +91,18 @@ def test_a_pause_keeps_aborts_or_waits(core: Core, control: WeightControl) -> No
     (output,) = outputs.outputs
     assert (index, output.request_id, output.finish_reason, output.stop_reason) == (3, "one", FinishReason.ABORT, PAUSED)
     assert core.log[-1] == "clear False"
+
+
+@pytest.mark.parametrize("tags", [{"weights", "kv_cache"}, {"kv_cache"}])
+def test_a_pause_that_waits_runs_nothing_while_memory_sleeps(core: Core, control: WeightControl, tags: set[str]) -> None:
+    """A step would read weights, or a KV cache, that are not there, and end the engine."""
+    core.requests = {"one": asked("one")}
+    control.sleep(0)
+    core.model_executor.sleeping_tags = frozenset(tags)
+    control.pause("wait")
+    control.look()
+    assert control.is_paused
+    assert "one" in core.requests
 
 
 @pytest.mark.parametrize("end", ["resume", "wake_up"])

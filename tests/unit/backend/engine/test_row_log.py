@@ -1,6 +1,8 @@
 """Whatever happens, each drafter gets each row of its requests once and in order, as far as the logs have it."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from backend.engine import feature_link, features, row_log
+from backend.engine import features, row_log
 from backend.engine.features import FeatureShipper
 from backend.engine.row_log import AT_ONCE, MOST_WAITING, RowLogs, StepRows
 from backend.fleet import DrafterRef
@@ -30,7 +32,7 @@ from backend.wire.drafting import (
     encode,
 )
 from tests.support.properties import examples
-from tests.support.rows import run_step, step_of
+from tests.support.rows import connected, run_step, step_of
 
 NAMES = "abc"
 TEXTS = {name: [1000 * i + position for position in range(900)] for i, name in enumerate(NAMES)}
@@ -105,6 +107,47 @@ class Drafter:
         self.inbox.clear()
 
 
+class Bench:
+    """A verifier's worker and two drafters, with requests that advance by rows."""
+
+    def __init__(self, projection: Any = lambda head: None, handover_bytes: int = 0) -> None:
+        self.drafters = {"d0": Drafter(), "d1": Drafter()}
+        self.shipper = FeatureShipper(projection, handover_bytes=handover_bytes)
+        self.weights = 0
+        self.ends = dict.fromkeys(NAMES, 0)
+
+    def connected(self) -> AbstractContextManager[None]:
+        return connected(self.drafters.__getitem__, GREET_EVERY_S=0.0)
+
+    def assign(self, heads: dict[str, str], epoch: int = 0) -> None:
+        for name, head in heads.items():
+            self.drafters[name].head = head
+        refs = {DrafterRef(name, "i", name, "", 1, head=head): epoch for name, head in sorted(heads.items())}
+        self.shipper.set_drafters(Wire(), "v", refs, self.weights)
+
+    def step(self, counts: dict[str, int], kind: str = "needed") -> None:
+        """Each request advances by its count, and has a rejected token but in an early step."""
+        self.shipper.features_needed, rejected = kind == "needed", int(kind != "early")
+        both = [rows_of(name, self.ends[name], count, rejected, self.weights) for name, count in counts.items()]
+        step = step_of([(name, self.ends[name], count, TEXTS[name]) for name, count in counts.items()], rejected)
+        run_step(self.shipper, step, layers := torch.cat(both).split(1, dim=1), kind == "early")
+        for layer in layers:
+            layer.zero_()  # the runner reuses its memory
+        for name, count in counts.items():
+            self.ends[name] += count
+
+    def live(self, steps: int = 2) -> None:
+        for n in range(steps):
+            self.step({name: 1 + (n + i) % 4 if self.ends[name] else 40 + 7 * i for i, name in enumerate(NAMES)})
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench(handover_bytes=1 << 20)
+    with made.connected():
+        yield made
+
+
 BOTH = st.sampled_from(["d0", "d1"])
 STEPS = st.tuples(
     st.just("step"),
@@ -131,38 +174,21 @@ OTHERS = st.one_of(
 def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
     events: list[tuple[str, Any, Any]], capacity: int, bounds: tuple[int, int], most_rows: int
 ) -> None:
-    drafters = {"d0": Drafter(), "d1": Drafter()}
-    ends = dict.fromkeys(NAMES, 0)
-    shipper = FeatureShipper({"": None, OTHER: lambda rows: 2 * rows}.__getitem__, handover_bytes=capacity)
-    weights, is_one_head = 0, True
-
-    def assign(heads: dict[str, str], epoch: int) -> None:
-        for name, head in heads.items():
-            drafters[name].head = head
-        refs = {DrafterRef(name, "i", name, "", 1, head=head): epoch for name, head in sorted(heads.items())}
-        shipper.set_drafters(Wire(), "v", refs, weights)
+    projections = {"": None, OTHER: lambda rows: 2 * rows}
+    bench = Bench(projections.__getitem__, capacity)
+    drafters, ends, is_one_head = bench.drafters, bench.ends, True
 
     def step(counts: dict[str, int], kind: str) -> None:
-        shipper.features_needed, rejected = kind == "needed", int(kind != "early")
-        both = torch.cat([rows_of(name, ends[name], count, rejected, weights) for name, count in counts.items()])
-        rows = step_of([(name, ends[name], count, TEXTS[name]) for name, count in counts.items()], rejected)
-        run_step(shipper, rows, layers := both.split(1, dim=1), kind == "early")
-        for layer in layers:
-            layer.zero_()  # the runner reuses its memory
-        log = shipper._logs
-        assert log.held <= capacity or kind != "needed"
-        for name, count in counts.items():
-            ends[name] += count
-        assert log.waiting < bounds[0] + bounds[1]
+        bench.step(counts, kind)
+        assert bench.shipper._logs.held <= capacity or kind != "needed"
+        assert bench.shipper._logs.waiting < bounds[0] + bounds[1]
 
     with (
-        mock.patch.object(feature_link, "connect_dealer", lambda _, address, *__: address),
-        mock.patch.object(feature_link, "Dealer", drafters.__getitem__),
-        mock.patch.object(feature_link, "GREET_EVERY_S", 0.0),
+        bench.connected(),
         mock.patch.object(features, "HANDOVER_ROWS", most_rows),
         mock.patch.multiple(row_log, MOST_WAITING=bounds[0], AT_ONCE=bounds[1]),
     ):
-        assign({"d0": ""}, 0)
+        bench.assign({"d0": ""})
         for number, (kind, what, more) in enumerate(events, 1):
             match kind:
                 case "step":
@@ -175,19 +201,19 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
                 case "forgets":
                     drafters[what].texts.pop(more, None)
                 case "assign":
-                    assign(what, number if more else 0)
+                    bench.assign(what, number if more else 0)
                     is_one_head &= OTHER not in what.values()
                 case "weights":
-                    weights, is_one_head = number, False
-                    assign(what, number)
+                    bench.weights, is_one_head = number, False
+                    bench.assign(what, number)
                 case "preempt":
                     ends[what] = min(more, ends[what])
                 case "finish":
-                    shipper.finish([what])
+                    bench.shipper.finish([what])
                     ends[what] = 0
-        assign({"d0": ""}, 0)
+        bench.assign({"d0": ""})
         drafters["d0"].is_full = False
-        log = shipper._logs
+        log = bench.shipper._logs
         # All are computed again as far as they were before.
         step({name: max(log[name].end - end, 0) + 1 if name in log else 1 for name, end in ends.items()}, "needed")
         # What it forgot is known after the first; then one request's turn comes in each.
@@ -197,11 +223,11 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
             assert set(drafters["d0"].rows[name]) >= set(range(log[name].start, end))
             assert capacity < 1 << 20 or not is_one_head or log[name].start == 0
             assert drafters["d0"].texts[name] > end
-        shipper.finish(NAMES)
+        bench.shipper.finish(NAMES)
         assert log.held == 0
-        shipper.ship(step_of([]))
+        bench.shipper.ship(step_of([]))
         assert not drafters["d0"].texts, "it is told of those that have ended"
-        counted = shipper.take_counters()
+        counted = bench.shipper.take_counters()
         assert all(counted[name].dropped.get("overflow", 0) == each.refused for name, each in drafters.items())
 
 
@@ -254,36 +280,8 @@ def add(log: RowLogs, step: StepRows, layers: list[torch.Tensor]) -> None:
     log.end(step)
 
 
-class Bench:
-    """A verifier's worker and two drafters, with requests that advance by rows."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, projection: Any = lambda head: None, handover_bytes: int = 0) -> None:
-        self.drafters = {"d0": Drafter(), "d1": Drafter()}
-        monkeypatch.setattr(feature_link, "connect_dealer", lambda _, address, *__: address)
-        monkeypatch.setattr(feature_link, "Dealer", self.drafters.__getitem__)
-        self.shipper = FeatureShipper(projection, handover_bytes=handover_bytes)
-        self.epoch, self.epochs = 0, dict[DrafterRef, int]()
-        self.ends = dict.fromkeys(NAMES, 0)
-
-    def assign(self, heads: dict[str, str]) -> None:
-        self.epoch += 1
-        refs = [DrafterRef(name, "i", name, "", 1, head=head) for name, head in heads.items()]
-        self.epochs = {ref: self.epochs.get(ref, self.epoch) for ref in refs}
-        self.shipper.set_drafters(Wire(), "v", self.epochs)
-
-    def live(self, steps: int = 2) -> None:
-        for n in range(steps):
-            counts = {name: 1 + (n + i) % 4 if self.ends[name] else 40 + 7 * i for i, name in enumerate(NAMES)}
-            rows = torch.cat([rows_of(name, self.ends[name], count) for name, count in counts.items()])
-            step = step_of([(name, self.ends[name], count, TEXTS[name]) for name, count in counts.items()])
-            run_step(self.shipper, step, [rows])
-            for name, count in counts.items():
-                self.ends[name] += count
-
-
-def test_drafts_are_asked_for_with_the_last_rows_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_asked_for_with_the_last_rows_of_a_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "HANDOVER_ROWS", 16)
-    bench = Bench(monkeypatch)
     bench.assign({"d0": "", "d1": ""})
     bench.shipper.asks = {"a": (3, 0.25), "c": (2, 0.0), "gone": (1, 0.0)}
     bench.shipper.chance_weights = {name: [[float(i)] * 3] * 3 for i, name in enumerate(bench.drafters)}
@@ -298,8 +296,7 @@ def test_drafts_are_asked_for_with_the_last_rows_of_a_request(monkeypatch: pytes
     assert asked == {"a": NextItem("a", 41, 3, [], 0, 0.25, 3), "c": NextItem("c", 55, 2, [], 0, 0.0, 2)}
 
 
-def test_hand_overs_are_counted_and_bring_all_that_was_computed_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, handover_bytes=1 << 20)
+def test_hand_overs_are_counted_and_bring_all_that_was_computed_before(bench: Bench) -> None:
     bench.assign({"d0": ""})
     bench.live()
     before = sum(bench.ends.values())
@@ -311,39 +308,39 @@ def test_hand_overs_are_counted_and_bring_all_that_was_computed_before(monkeypat
     assert given.handover_bytes < given.bytes_sent
 
 
-def test_the_projection_of_the_fleets_own_head_is_read_where_drafters_connect_and_not_in_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_projection_of_the_fleets_own_head_is_read_where_drafters_connect_and_not_in_a_step() -> None:
     first, newest = (lambda rows: rows.clone()), (lambda rows: rows.clone())
     read = mock.Mock(side_effect=[first, newest, newest])
-    bench = Bench(monkeypatch, read, 1 << 20)
-    bench.live()
-    bench.assign({"d0": ""})
-    begun = dict(bench.ends)
-    for heads in ({"d0": ""}, {}):
-        bench.assign(heads)
+    bench = Bench(read, 1 << 20)
+    with bench.connected():
         bench.live()
-    assert read.call_args_list == 2 * [mock.call("")]
-    bench.assign({"d1": ""})
-    bench.live(1)
+        bench.assign({"d0": ""})
+        begun = dict(bench.ends)
+        for heads in ({"d0": ""}, {}):
+            bench.assign(heads)
+            bench.live()
+        assert read.call_args_list == 2 * [mock.call("")]
+        bench.assign({"d1": ""})
+        bench.live(1)
     assert bench.drafters["d1"].rows == {name: [*range(begun[name], end)] for name, end in bench.ends.items()}
 
 
-def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_elses_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def projection(head: str) -> None:
-        if head and bench.epoch < 3:
-            raise CheckpointError(f"{head}: gone") if bench.epoch == 1 else FileNotFoundError(head)
+def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_elses_requests() -> None:
+    loads = iter([CheckpointError("gone"), FileNotFoundError("gone")])
 
-    bench = Bench(monkeypatch, projection)
-    bench.assign({"d0": "", "d1": "/other"})
-    bench.live()
-    mine = {name for name in NAMES if Pairing(name).drafter({"d0": "", "d1": ""}) == "d0"}
-    assert 0 < len(mine) < len(NAMES)
-    assert bench.drafters["d0"].texts.keys() == mine
-    assert not bench.drafters["d1"].texts
-    for _ in range(2):
-        bench.assign({"d0": "", "d1": "/other"})
+    def projection(head: str) -> None:
+        if head and (failure := next(loads, None)) is not None:
+            raise failure
+
+    bench, heads = Bench(projection), {"d0": "", "d1": OTHER}
+    with bench.connected():
+        bench.assign(heads, 1)
+        bench.live()
+        mine = {name for name in NAMES if Pairing(name).drafter(dict.fromkeys(heads, "")) == "d0"}
+        assert 0 < len(mine) < len(NAMES)
+        assert bench.drafters["d0"].texts.keys() == mine
+        assert not bench.drafters["d1"].texts
+        for _ in range(2):
+            bench.assign(heads, 1)
     # It loads later: features come at the epoch of its other link.
     assert {name: each.epoch for name, each in bench.drafters.items()} == {"d0": 1, "d1": 1}

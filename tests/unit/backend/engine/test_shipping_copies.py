@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
 from backend.fleet import DrafterRef
 from backend.transport import Wire
 from tests.support.reads import nothing_read
-from tests.support.rows import run_step, step_of
+from tests.support.rows import connected, run_step, step_of
 
 HANDED_ON = {
     "RowLogs._append": "the rows of all requests, projected: one copy, in host memory",
@@ -19,9 +18,7 @@ HANDED_ON = {
 
 
 @pytest.mark.parametrize("rejected", [0, 1])
-def test_a_step_is_shipped_with_one_copy_from_the_device_and_two_in_host_memory(
-    monkeypatch: pytest.MonkeyPatch, rejected: int
-) -> None:
+def test_a_step_is_shipped_with_one_copy_from_the_device_and_two_in_host_memory(rejected: int) -> None:
     """A row's bytes go into its request's log, and from there into the message."""
     project, frames = torch.nn.Linear(12, 4096, bias=False).requires_grad_(False), list[bytes]()
 
@@ -32,10 +29,9 @@ def test_a_step_is_shipped_with_one_copy_from_the_device_and_two_in_host_memory(
 
         def receive(self) -> None: ...
 
-    monkeypatch.setattr(feature_link, "connect_dealer", lambda *_: None)
-    monkeypatch.setattr(feature_link, "Dealer", lambda _: Socket())
     shipper = FeatureShipper(lambda head: project, handover_bytes=1 << 30)
-    shipper.set_drafters(Wire(), "v", {DrafterRef("d0", "i", "d0", "", 1): 0})
+    with connected(lambda address: Socket()):
+        shipper.set_drafters(Wire(), "v", {DrafterRef("d0", "i", "d0", "", 1): 0})
     counts = [1 + i % 9 for i in range(64)]
     rows = sum(counts) + rejected * len(counts)
     for n in range(2):

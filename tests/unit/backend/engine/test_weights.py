@@ -139,21 +139,17 @@ def test_an_update_of_which_nothing_came_is_refused_and_keeps_the_weights(core: 
         control.start_weight_update()
     assert core.log == 2 * ["begin", "start_weight_update", "abandon_weight_update", "resume", "on"]
     assert control.loaded == Weights(3, "7", None)
-    # An engine of vLLM's says nothing of names.
+    # An engine of vLLM's says nothing of names, and takes no bytes, which ends no update.
     core.vllm_config.weight_transfer_config.backend = "nccl"
     core.broken.clear()
-    control.start_weight_update()
-    control.update_weights({"names": ["a"]})
-    control.finish_weight_update("8", 4)
-    assert control.loaded == Weights(4, "8", None)
-
-
-def test_bytes_are_refused_where_tensors_come_another_way_and_the_update_goes_on(core: Core, control: WeightControl) -> None:
-    core.vllm_config.weight_transfer_config.backend = "nccl"
+    core.log.clear()
     control.start_weight_update()
     with pytest.raises(ValueError, match="update_info"):
         control.update_weights(tensors(a=(2, 3)))
     assert core.log == ["begin", "start_weight_update"]
+    control.update_weights({"names": ["a"]})
+    control.finish_weight_update("8", 4)
+    assert control.loaded == Weights(4, "8", None)
 
 
 def test_an_update_whose_trainer_has_died_is_given_up(

@@ -5,7 +5,7 @@ import re
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as Decoder
-from tokenizers.models import WordLevel
+from tokenizers.models import WordLevel, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
@@ -182,10 +182,11 @@ _MORE = [
 
 
 def tokenizer(*more: str) -> PreTrainedTokenizerFast:
-    """A token for every byte, for some short texts, and for the marks of all answers."""
+    """A token for every byte, for some short texts, and for the marks of all answers; the longest that fits is taken."""
     short = ["Ġ{", '"}', '":', 'Ġ"', "na", "me", "ar", "}}", '"name', "```", "json", '":Ġ{"', "Ġ1}", "Ġ</", "Ġ<"]
-    inner = Tokenizer(WordLevel({each: at for at, each in enumerate([*sorted(ByteLevel.alphabet()), *short])}, unk_token="?"))
-    inner.decoder = Decoder()
+    vocabulary = {each: at for at, each in enumerate([*sorted(ByteLevel.alphabet()), *short])}
+    inner = Tokenizer(WordPiece(vocabulary, unk_token="?", continuing_subword_prefix="", max_input_chars_per_word=10_000))
+    inner.pre_tokenizer, inner.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
     made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     found = {mark for answer in (*ANSWERS.values(), *more) for mark in _MARK.findall(answer)} | set(_MORE)
     made.add_tokens(sorted(mark for mark in found if not mark.startswith(_NOT_TOKENS)))
@@ -201,32 +202,3 @@ def harmony(text: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
     )
     inner.decoder = Decoder()
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="?"), tokens
-
-
-def tokens_of(made: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """The longest tokens, from the left."""
-    added = sorted(made.get_added_vocab().items(), key=lambda each: -len(each[0]))
-    vocabulary = made.get_vocab()
-    alphabet = ByteLevel(add_prefix_space=False, use_regex=False)
-    tokens: list[int] = []
-    plain = ""
-
-    def flush() -> None:
-        nonlocal plain
-        spelled = "".join(piece for piece, _ in alphabet.pre_tokenize_str(plain)) if plain else ""
-        while spelled:
-            size = next(size for size in range(min(6, len(spelled)), 0, -1) if spelled[:size] in vocabulary)
-            tokens.append(vocabulary[spelled[:size]])
-            spelled = spelled[size:]
-        plain = ""
-
-    while text:
-        mark = next((each for each in added if text.startswith(each[0])), None)
-        if mark is None:
-            plain, text = plain + text[0], text[1:]
-            continue
-        flush()
-        tokens.append(mark[1])
-        text = text[len(mark[0]) :]
-    flush()
-    return tokens

@@ -48,18 +48,14 @@ def test_old_steps_are_forgotten() -> None:
     assert (line.read() or Speed(0, 0)).step_s(4) == pytest.approx(0.01, rel=0.01)
 
 
-def test_nothing_is_known_before_the_first_step() -> None:
+def test_nothing_is_known_before_the_first_step_nor_of_responses_before_one_ended_of_itself() -> None:
     line = Line()
     line.note(0, 1.0)
     line.note(1, 0.0)
     assert line.read() is None
     line.note(2, 0.5)
     assert line.read() is not None
-    assert mean_speed([]) is None
-    assert mean_speed([Speed(1, 2, 3), Speed(3, 4, 5)]) == Speed(2, 3, 4)
-
-
-def test_the_length_of_responses_counts_those_that_ended_of_themselves() -> None:
+    assert [mean_speed(each) for each in ([], [Speed(1, 2, 3), Speed(3, 4, 5)])] == [None, Speed(2, 3, 4)]
     stats = VerifierStats("v", 1.0, "sync", 4, tokens=80)
     assert stats.response_tokens == RESPONSE_TOKENS
     stats.requests_finished = {"stop": 1, "length": 1, "abort": 5}

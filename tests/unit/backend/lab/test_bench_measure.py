@@ -12,15 +12,7 @@ from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
 from backend.lab.bench.load import MeasuredLoad
-from backend.lab.bench.measure import (
-    Measurement,
-    Results,
-    Row,
-    Snapshot,
-    ratios,
-    sample,
-    step_times,
-)
+from backend.lab.bench.measure import Measurement, Results, Row, Snapshot, ratios, sample, step_times
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
 
@@ -31,20 +23,11 @@ SPLIT = split_cores([0, 1], None, None)
 
 
 def stats(busy_s: float, idle_s: float, awaiting_s: float, steps: int, counters: DraftCounters) -> VerifierStats:
-    return VerifierStats(
-        "v",
-        0.0,
-        "sync",
-        4,
-        busy_s=busy_s,
-        idle_s={"no_work": idle_s, "awaiting_draft": awaiting_s},
-        steps=steps,
-        verify_s=busy_s / 2,
-        decode_steps=steps,
-        decode_s=busy_s * 0.6,
-        verifications=2 * steps,
-        drafters={"d": counters},
-    )
+    idle = {"no_work": idle_s, "awaiting_draft": awaiting_s}
+    made = VerifierStats("v", 0.0, "sync", 4, busy_s=busy_s, idle_s=idle, steps=steps, drafters={"d": counters})
+    made.verify_s, made.decode_s = busy_s / 2, busy_s * 0.6
+    made.decode_steps, made.verifications = steps, 2 * steps
+    return made
 
 
 def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool = False) -> Measurement:
@@ -77,7 +60,6 @@ def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
         return Row("demo", configuration, POINT, each)
 
     plain, fast = rounds(OFF, [10, 20, 40]), rounds(SYNC, [20, 30, 80])
-    assert plain.median("tokens_per_s") == 20
     found = plain.document(1)
     assert (found["tokens_per_s"], found["spread"]["tokens_per_s"]) == (20, [10, 40])
     assert (found["hit_rate"], found["spread"]["hit_rate"]) == (None, None)

@@ -19,17 +19,12 @@ SOURCE = '''class Shelf:
 '''
 
 
-def tree(root: Path, count: int) -> Path:
-    for number in range(count):
-        path = root / f"package{number % 7}" / f"module_{number}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"def function_{number}():\n    return {number}\n", encoding="utf-8")
-    return root
-
-
 def test_split_is_deterministic_and_disjoint(tmp_path: Path) -> None:
-    root = tree(tmp_path, 600)
-    first, second = load_corpus(root=root), load_corpus(root=root)
+    for number in range(600):
+        path = tmp_path / f"package{number % 7}" / f"module_{number}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"def function_{number}():\n    return {number}\n", encoding="utf-8")
+    first, second = load_corpus(root=tmp_path), load_corpus(root=tmp_path)
     assert first == second
     train = {document.name for document in first.train}
     validation = {document.name for document in first.validation}

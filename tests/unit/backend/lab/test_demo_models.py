@@ -21,7 +21,7 @@ from backend.lab.demo import dflash, draft_model, train, training
 from backend.lab.demo.__main__ import parse
 from backend.lab.demo.drafter import lesson, new_head, save_head, unrolled_loss
 from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
-from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
+from backend.lab.demo.options import DrafterOptions, DraftModelOptions, TargetOptions
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID
 from backend.lab.demo.train import train_target, validation_loss
 from backend.lab.demo.training import training_texts, windows
@@ -53,21 +53,6 @@ def pair() -> tuple[LlamaForCausalLM, Drafter]:
     drafter = new_head(target, DrafterOptions())
     stir(drafter)
     return target.eval(), drafter.eval()
-
-
-def counting_stream() -> np.ndarray:
-    """A stream with something to learn: the numbers 3 to 96 counted over and over, by 1 and by 5."""
-    steps = np.where(np.arange(6000) // 600 % 2 == 0, 1, 5)
-    return (3 + np.cumsum(steps) % 94).astype(np.int32)
-
-
-def tiny_options() -> DemoOptions:
-    return DemoOptions(
-        vocab_size=97,
-        device="cpu",
-        compile=False,
-        target=TargetOptions(steps=30, layers=4, hidden=128, tokens_per_step=256, length=32, long_length=64, long_share=0.2),
-    )
 
 
 def decode(drafter: Drafter, tokens: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
@@ -126,25 +111,28 @@ def test_an_end_of_text_stops_no_row(pair: tuple[LlamaForCausalLM, Drafter]) -> 
 
 def test_windows_are_pieces_of_the_stream_behind_a_begin_token() -> None:
     stream = np.arange(3, 3 + 1000, dtype=np.int32)
-    batch, again, other = (windows(stream, 50, 400, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    batch, again = (windows(stream, 50, 400, np.random.default_rng(1)) for _ in range(2))
     assert batch.shape == (400, 51)
     assert (batch[:, 0] == BEGIN_ID).all()
     assert (batch[:, 2:] - batch[:, 1:-1] == 1).all()
     assert batch[:, 1].unique().numel() > 200
     assert torch.equal(again, batch)
-    assert not torch.equal(other, batch)
     with pytest.raises(ValueError, match="too short"):
         windows(stream[:49], 50, 1, np.random.default_rng(0))
 
 
 @pytest.mark.campaign
 def test_a_target_learns_and_repeats_itself_and_a_head_learns_from_it() -> None:
-    stream = counting_stream()
+    """From the numbers 3 to 96 counted over and over, by 1 and by 5."""
+    steps = np.where(np.arange(6000) // 600 % 2 == 0, 1, 5)
+    stream = (3 + np.cumsum(steps) % 94).astype(np.int32)
+    options, sizes = parse(["--no-compile"]), {"vocab_size": 97, "layers": 4, "hidden": 128}
+    options.target = TargetOptions(steps=30, tokens_per_step=256, length=32, long_length=64, long_share=0.2, **sizes)
     begin = validation_loss(new_llama(TINY), stream[:512], 32)
-    target, progress = train_target(tiny_options(), stream, CPU)
+    target, progress = train_target(options, stream, CPU)
     assert progress.step == 30
     assert validation_loss(target, stream[:512], 32) < begin - 1.0
-    again, _ = train_target(tiny_options(), stream, CPU)
+    again, _ = train_target(options, stream, CPU)
     assert all(torch.equal(value, target.state_dict()[key]) for key, value in again.state_dict().items())
 
     target.eval().requires_grad_(False)
@@ -180,24 +168,17 @@ def test_packaged_files_fit_are_small_and_name_no_machine() -> None:
 CLOSE_CALL = 1e-3
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a head after two steps on random text."""
-    directory = tmp_path_factory.mktemp("head") / "dflash"
+@torch.no_grad()
+def test_a_drafter_drafts_what_the_training_predicts(tmp_path: Path) -> None:
+    """With a head after two steps on random text."""
+    trained = tmp_path / "dflash"
     settings = DrafterOptions(steps=2, tokens_per_step=64, length=64)
     rows = torch.randint(3, 2048, (4, 64), generator=torch.Generator().manual_seed(1))
-    options = parse(["--head", "dflash", "--device", "cpu", "--drafter-dir", str(directory)])
-    with (
-        mock.patch.object(train, "load_corpus"),
-        mock.patch.object(train, "token_stream"),
-        mock.patch.object(train, "training_texts", return_value=lambda length, count, chance: rows[:count]),
-    ):
-        train.train_demo(replace(options, drafter=settings))
-    return directory
-
-
-@torch.no_grad()
-def test_a_drafter_drafts_what_the_training_predicts(trained: Path) -> None:
+    options = parse(["--head", "dflash", "--device", "cpu", "--drafter-dir", str(trained)])
+    texts = {"training_texts": mock.Mock(return_value=lambda length, count, chance: rows[:count])}
+    with mock.patch.multiple(train, load_corpus=mock.DEFAULT, token_stream=mock.DEFAULT, **texts), torch.enable_grad():
+        options.drafter = settings
+        train.train_demo(options)
     assert find_misfits(str(trained), str(TARGET_DIR)).errors == []
     target = load_llama(TARGET_DIR)
     head = dflash.new_head(target, DrafterOptions())
@@ -232,17 +213,18 @@ def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
     lines = "".join(f"def double_{n}(x):\n    return 2 * x + {n}\n" for n in range(400))
     monkeypatch.setattr(train, "load_corpus", lambda: Corpus((Document("a.py", lines),), ()))
     few = DraftModelOptions(steps=2, layers=1, hidden=64, tokens_per_step=256, length=64)
-    options = replace(parse(["--draft-model", str(tmp_path / "model"), "--device", "cpu", "--no-compile"]), drafter=few)
+    options = parse(["--draft-model", str(tmp_path / "model"), "--device", "cpu", "--no-compile"])
 
-    def first_choices(options: DemoOptions) -> float:
+    def first_choices(settings: DraftModelOptions) -> float:
         """The share of the target's first choices that a training ends with, by its record."""
+        options.drafter = settings
         train.train_demo(options)
         record = json.loads((tmp_path / "model" / train.RECORD).read_text(encoding="utf-8"))
         (share,) = record["first_choices_of_the_target"]
         return float(share)
 
-    before = first_choices(options)
-    assert first_choices(replace(options, drafter=replace(few, steps=30))) > before + 0.1
+    before = first_choices(few)
+    assert first_choices(replace(few, steps=30)) > before + 0.1
     assert check(str(tmp_path / "model"), str(TARGET_DIR)) == []
     assert isinstance(
         build_proposer(DrafterModel(str(TARGET_DIR), str(tmp_path / "model")), DraftingSettings(gpus=0)), ModelProposer

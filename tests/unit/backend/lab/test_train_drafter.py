@@ -12,18 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from backend.config.environment import outrider_variables
-from backend.config.sources import CommandError, ConfigError, load
-from backend.lab.train_drafter import (
-    AT_A_TIME,
-    COLUMNS,
-    CURVE,
-    Curve,
-    PromptCycle,
-    fleet_settings,
-    main,
-    newest_head,
-    read_data,
-)
+from backend.config.sources import CommandError, ConfigError
+from backend.lab.train_drafter import AT_A_TIME, COLUMNS, CURVE, Curve, PromptCycle, main, newest_head, read_data
 from backend.records.schema import to_table
 from backend.rollout.trace import Case, TraceError, write_cases
 from outrider.asynchronous import AsyncFleet, Prompt
@@ -102,17 +92,10 @@ async def test_prompts_that_cannot_be_answered_are_skipped_and_counted(seed: int
         await PromptCycle(["ccc"], lines.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
 
 
-def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_path: Path) -> None:
-    new = fleet_settings(load(["--model", "/m", "--verifier-cores", "2"]), tmp_path)
-    assert new.items() >= {"model": "/m", "verifier_cores": 2, "drafter": "grow", "gateway_state_dir": "none"}.items()
-    assert (new["drafting_learning_dir"], "drafting_learning" in new) == (str(tmp_path), False)
-    given = fleet_settings(load(["--drafter", "/head"]), tmp_path)
-    assert (given["drafter"], given["drafting_learning"]) == ("/head", "always")
-
-
 def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A given head goes on learning, and any other model gets a new one."""
     config = tmp_path / "fleet.yaml"
     config.write_text("mode: auto\nverifiers: 2\ngateway: {api_key: secret, port: 443, chat_template: t}\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(config))
@@ -121,28 +104,28 @@ def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as
     train = AsyncMock()
     monkeypatch.setattr("backend.lab.train_drafter.train", train)
     given = ["--data", str(write(tmp_path, {"prompt": "x"})), "--output", str(tmp_path / "o")]
-    main(given, print)
-    started = train.call_args.args[1]
-    assert started.items() >= {"mode": "sync", "drafters": 1, "verifiers": 2, "gateway_chat_template": "t"}.items()
-    assert "secret" not in repr(started)
-    assert "gateway_port" not in started
+    main([*given, "--model", "/m"], print)
+    new = train.call_args.args[1]
+    assert new.items() >= {"mode": "sync", "drafters": 1, "verifiers": 2, "gateway_chat_template": "t"}.items()
+    assert new.items() >= {"model": "/m", "drafter": "grow", "gateway_state_dir": "none"}.items()
+    assert new["drafting_learning_dir"].startswith(str(tmp_path / "o"))
+    assert "secret" not in repr(new)
+    assert not new.keys() & {"gateway_port", "drafting_learning"}
     assert not outrider_variables(), "the fleet inherits them"
+    main([*given, "--drafter", "/head"], print)
+    assert train.call_args.args[1].items() >= {"drafter": "/head", "drafting_learning": "always"}.items()
     monkeypatch.setenv("OUTRIDER_DRAFTING__LEARNING", "on")
     with pytest.raises(ConfigError, match="OUTRIDER_DRAFTING__LEARNING: is not for this command"):
         main(given, print)
-
-
-def test_a_run_that_ended_before_its_first_line_is_gone_on_with(tmp_path: Path) -> None:
-    for content in ("", "seconds,steps\n"):
-        (tmp_path / CURVE).write_text(content)
-        assert Curve(tmp_path / CURVE, print).seconds == 0
 
 
 def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backend.lab.train_drafter.REPORT_S", 0.0)
     lines: list[str] = []
     budget = argparse.Namespace(minutes=2.0, steps=None)
-    assert Curve(tmp_path / CURVE, print).seconds == 0, "a run that ended before its first line"
+    for content in ("seconds,steps\n", ""):
+        (tmp_path / CURVE).write_text(content)
+        assert Curve(tmp_path / CURVE, print).seconds == 0, "a run that ended before its first line"
     learned: dict[str, Any] = dict.fromkeys(COLUMNS) | {"steps": 40, "version": 1, "loss": 2.5, "candidate_length": 1.5}
     first = Curve(tmp_path / CURVE, lines.append)
     first.add(learned, 61.0)

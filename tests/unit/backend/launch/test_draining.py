@@ -1,13 +1,13 @@
 """When a draining member may be ended."""
 
-from backend.fleet import Assignment, FleetSnapshot, Member, MemberKind, MemberState, MemberView, VerifierStats
+from backend.fleet import Assignment, FleetSnapshot, MemberKind, MemberState, MemberView, VerifierStats
 from backend.launch.emptying import Emptying
+from tests.support.fleet_story import member
 
 
 def view(member_id: str, kind: MemberKind, state: MemberState = "ready", heard: float = 0.1, seen: int = 0, **stats: float):
-    member = Member(member_id, kind, "i", "", "", "n", 1, "m", state)
     verifier = VerifierStats(member_id, 0.0, "sync", 4, **stats) if kind == "verifier" else None  # type: ignore[arg-type]
-    return MemberView(member, heard, verifier, seen_version=seen)
+    return MemberView(member(member_id, kind, state), heard, verifier, seen_version=seen)
 
 
 def fleet(*views: MemberView, assignments: tuple[tuple[str, str], ...] = ()) -> FleetSnapshot:
@@ -34,7 +34,7 @@ def test_a_verifier_is_empty_when_its_gateways_know_and_it_has_twice_said_so_sin
 
 
 def test_a_verifier_that_is_not_known_or_never_reported_is_not_taken_for_empty_but_a_lost_one_is() -> None:
-    silent = MemberView(Member("v0", "verifier", "i", "", "", "n", 1, "m", "draining"), 0.1)
+    silent = MemberView(member("v0", "verifier", "draining"), 0.1)
     for views, is_over in (([silent], False), ([view("v0", "verifier", "lost")], True), ([], False)):
         assert Emptying("v0", 1).is_over(fleet(*views), 0.0) == is_over
     assert Emptying("v0", 1).requests(fleet()) == 0

@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def make(gpus: float, **changes: Any) -> LaunchedFleet:
     decided = plan(Settings.model_validate(changes), MODELS, Hardware([0, 1], gpus, local=True), Path("/run/x"))
     coordinator = SimpleNamespace(wait_started=lambda: None)
-    return LaunchedFleet(cast(Any, SimpleNamespace(ours=True, namespace="x")), cast(Any, coordinator), decided)
+    return LaunchedFleet(cast(Any, SimpleNamespace(ours=True, namespace="x")), cast(Any, coordinator), decided, cast(Any, None))
 
 
 def test_a_member_is_added_only_where_ray_has_room_for_it(started: list[str]) -> None:
@@ -80,8 +80,8 @@ def test_the_logs_of_a_member_that_cannot_start_are_kept(tmp_path: Path, monkeyp
     served = make(1.0)
     served.cluster = RayCluster("", "x", tmp_path / "own")
     failing: Any = Mock(member_id="verifier-0", ready=False)
-    failing.check.side_effect = LaunchError("verifier-0 failed to start")
-    with pytest.raises(LaunchError, match=r"failed to start .logs: .*failed-start"):
+    failing.death.return_value = "no GPU"
+    with pytest.raises(LaunchError, match=r"verifier-0 failed to start: no GPU .logs: .*failed-start"):
         served.wait_ready(lambda line: None, [failing])
     assert (tmp_path / "state" / "outrider" / "failed-start" / "worker.err").read_text() == "NCCL"
 

@@ -1,6 +1,7 @@
 """Operations: what one that cannot be carried out says, and what one leaves behind; and how lost members come back."""
 
 import itertools
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,10 +14,11 @@ import ray
 import ray.exceptions
 
 from backend.coordinator.messages import CoordinatorUnavailable
-from backend.fleet import FleetSnapshot, Member, MemberKind, MemberView, Operation, OperationKind
+from backend.fleet import FleetSnapshot, MemberKind, MemberView, Operation, OperationKind
 from backend.launch.operator import ABSENT_S, Operator
 from backend.launch.plan import LaunchError, MemberPlan
 from backend.launch.processes import Started
+from tests.support.fleet_story import member
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,7 @@ NOBODY = itertools.repeat(FleetSnapshot(1, [], [], {}))
 
 def fleet_of(*members: str, death: str | None = None, **fields: Any) -> Mock:
     """A launcher with these members.  `death`: what their processes died of, if they did."""
-    return Mock(members={name: Mock(death=Mock(return_value=death)) for name in members}, **fields)
+    return Mock(members={name: Mock(began=math.inf, death=Mock(return_value=death)) for name in members}, **fields)
 
 
 def carried_out(
@@ -58,14 +60,14 @@ def carried_out(
     return ended
 
 
-@pytest.mark.parametrize("kind", ["remove", "restart", "swap-drafter"])
 def test_members_of_another_launcher_are_left_alone_and_an_end_that_cannot_be_told_is_not_the_operators(
-    monkeypatch: pytest.MonkeyPatch, kind: OperationKind
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("backend.launch.operator.AWAY_LIMIT_S", -1.0)
-    ended = carried_out(fleet_of(), *(Operation(number, kind, ["verifier-9"]) for number in (7, 8)), lost=7)
+    kinds: tuple[OperationKind, ...] = ("remove", "restart", "swap-drafter")
+    ended = carried_out(fleet_of(), *(Operation(number, kind, ["verifier-9"]) for number, kind in enumerate(kinds)), lost=0)
     note = "verifier-9 is not one of this launcher's members"
-    assert ended == [Operation(number, kind, ["verifier-9"], "failed", note) for number in (7, 8)]
+    assert ended == [Operation(number, kind, ["verifier-9"], "failed", note) for number, kind in enumerate(kinds)]
 
 
 def test_the_name_of_a_removed_member_is_free_of_its_drain() -> None:
@@ -78,13 +80,13 @@ def test_the_name_of_a_removed_member_is_free_of_its_drain() -> None:
 
 def test_a_running_member_is_not_ended_because_a_restarted_coordinator_does_not_know_it_yet() -> None:
     fleet = fleet_of("verifier-1")
-    member = Member("verifier-1", "verifier", "i", "", "", "n", 1, "m", "lost")
     seen: list[int] = []
 
     def snapshots() -> Iterator[FleetSnapshot]:
         for count in range(4):
             seen.append(len(fleet.end.mock_calls))
-            yield FleetSnapshot(1, [MemberView(member, 0.1)] if count == 3 else [], [], {})
+            view = MemberView(member("verifier-1", "verifier", "lost"), 0.1)
+            yield FleetSnapshot(1, [view] if count == 3 else [], [], {})
 
     carried_out(fleet, Operation(7, "remove", ["verifier-1"]), snapshots=itertools.chain(snapshots(), NOBODY))
     assert seen == [0] * 4
@@ -118,6 +120,29 @@ def test_a_restarted_coordinator_is_told_what_the_one_before_it_knew_until_it_ha
     assert [each.pins for each in told] == [{"d0": ["v0"]}] * 3, "twice the same, then the next one"
 
 
+@pytest.mark.parametrize("looks", [0, 1])
+def test_a_coordinator_that_is_restarted_while_a_member_loads_is_told_of_its_drain_before_that_ends(looks: int) -> None:
+    """Told afterwards, the member would stay drained.  Drains of others are told while the member loads."""
+    fleet = fleet_of("verifier-1", death="ValueError")
+    drained = MemberView(member("verifier-1", "verifier", "lost"), 0.1)
+    coordinators = ["a", "a"]
+
+    def snapshots() -> Iterator[FleetSnapshot]:
+        while True:
+            yield FleetSnapshot(1, [drained], [], {}, coordinator=coordinators[-1])
+
+    def wait_ready(say: Any, members: Any, unless: Any) -> None:
+        coordinators.append("b")
+        for _ in range(looks):
+            unless()
+        assert len(fleet.coordinator.restore.mock_calls) == looks
+
+    fleet.wait_ready = wait_ready
+    carried_out(fleet, Operation(7, "restart", ["verifier-1"]), snapshots=snapshots())
+    told = [name for name, _, _ in fleet.coordinator.mock_calls if name in ("drain", "restore", "resume")]
+    assert told == ["drain", "restore", "resume"]
+
+
 @pytest.mark.parametrize(
     ("kind", "gpus", "order"),
     [
@@ -146,9 +171,12 @@ def test_added_verifiers_of_one_gpu_start_one_after_the_other(kind: MemberKind, 
     assert done == order
 
 
+ACTOR = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: "again"))
+
+
 def lost(dead: bool) -> Mock:
     """A member's actor that is dead, or is still being restarted."""
-    return Mock(ready=False, death=Mock(return_value="ValueError: no GPU" if dead else None))
+    return Mock(ready=False, began=-ABSENT_S, death=Mock(return_value="ValueError: no GPU" if dead else None))
 
 
 def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
@@ -157,7 +185,7 @@ def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
     lines: list[str] = []
     start = Mock(side_effect=[LaunchError("no room"), back])
     operator = Operator(cast(Any, SimpleNamespace(coordinator=None, members=members, start=start)), lines.append)
-    serving = MemberView(Member("drafter-1", "drafter", "i", "", "", "n", 1, "m", "ready"), 0.1)
+    serving = MemberView(member("drafter-1", "drafter"), 0.1)
     counts = []
     for now in (0.0, 1.0, ABSENT_S, ABSENT_S + 1, 2 * ABSENT_S):
         operator._revive(FleetSnapshot(1, [serving], [], {}), now)
@@ -176,12 +204,20 @@ def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
         (ray.exceptions.ActorDiedError(), True),
         (ray.exceptions.ActorUnavailableError("", None), False),
         (ray.exceptions.GetTimeoutError(), False),
+        (ray.exceptions.ActorUnschedulableError("no room"), True),
         (None, False),
     ],
 )
 def test_only_an_actor_that_ray_has_given_up_is_dead(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None, dead: bool
 ) -> None:
-    actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: "ready"))
     monkeypatch.setattr(ray, "get", Mock(side_effect=error))
-    assert (Started(cast(Any, None), actor, None, 0.0).death() is not None) == dead
+    assert (Started(cast(Any, None), ACTOR, None, 0.0).death() is not None) == dead
+
+
+def test_an_actor_that_has_answered_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get", Mock(side_effect=[None, ray.exceptions.ActorDiedError()]))
+    member = Started(cast(Any, None), ACTOR, "first", 0.0)
+    assert member.death() is None
+    assert member.death() is not None
+    assert [call.args for call in cast(Any, ray.get).call_args_list] == [("first",), ("again",)]

@@ -86,18 +86,14 @@ def test_every_planned_member_fits_on_a_gpu(gpus: int, verifiers: int, drafters:
         packed(reversed(decided.members), gpus)
 
 
-def test_with_a_gpu_for_each_verifier_the_drafter_is_a_guest() -> None:
-    assert packed(decide({"verifiers": 2}, gpus=2.0).members, 2) == [["verifier-0", "drafter-0"], ["verifier-1"]]
-
-
 @pytest.mark.parametrize("each", [0.1, 0.3, 0.4, 0.5, 0.7, 1.0])
 def test_auto_counts_parts_that_lie_on_one_gpu(each: float) -> None:
     for gpus in range(2, 9):
         for verifiers in ["auto", *range(1, gpus)]:
             changes = {"verifiers": verifiers, "drafters": "auto", "drafting": {"gpus": each}}
             assert all(packed(decide(changes, gpus=float(gpus)).members, gpus)), "a GPU is left unused"
-    decided = decide({"drafters": "auto", "drafting": {"gpus": 0.4}}, gpus=3.0)
-    assert decided.settings.drafters == 4
+    assert decide({"drafters": "auto", "drafting": {"gpus": 0.4}}, gpus=3.0).settings.drafters == 4
+    assert packed(decide({"verifiers": 2}, gpus=2.0).members, 2) == [["verifier-0", "drafter-0"], ["verifier-1"]]
 
 
 def test_an_ngram_drafter_needs_no_gpu_but_a_draft_model_beside_it_does() -> None:
@@ -142,16 +138,13 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> Non
         plan(Settings.model_validate(changes), EAGLE, Hardware([0, 1], 1.0, True), runtime)
 
 
-def test_ranks_share_the_cores_and_have_a_gpu_each() -> None:
+def test_ranks_share_the_cores_and_have_a_gpu_each_and_resources_of_ones_own_put_members_somewhere() -> None:
     on_cpu = decide({"verifier": {"tensor_parallel": 2}}, cores=[0, 1, 2]).members[0]
     assert (on_cpu.cores, on_cpu.env) == ([0, 1], {"OMP_NUM_THREADS": "1"})
     more = decide({"verifier": {"tensor_parallel": 2, "cores": 4}}, local=False).members[0]
     assert (more.num_cpus, more.env) == (4, {"OMP_NUM_THREADS": "2"})
     decided = decide({"verifier": {"tensor_parallel": 2}}, gpus=3.0)
     assert [(m.num_gpus, m.env) for m in decided.members] == [(2.0, {}), (1.0, {})]
-
-
-def test_resources_of_ones_own_put_members_somewhere() -> None:
     changes = {"verifier": {"ray_resources": {"big": 1}}, "drafting": {"ray_resources": {"small": 0.5}}}
     assert [m.resources for m in decide(changes, local=False).members] == [{"big": 1}, {"small": 0.5}]
 

@@ -1,8 +1,9 @@
-"""A member that starts while the coordinator is away waits for it; one that is told to end drains first."""
+"""A member that starts while the coordinator is away registers when it is back; one that is told to end drains first."""
 
 import signal
 import threading
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -10,11 +11,11 @@ import msgspec
 import pytest
 
 from backend.coordinator.messages import CoordinatorUnavailable
+from backend.coordinator.policy import Coordinator
 from backend.fleet import Member, Orders
 from backend.member import departure
 from backend.member.departure import depart_on_sigterm
-from backend.member.membership import Membership, enter
-from backend.transport import ServerKeys
+from backend.member.membership import Membership
 
 
 @pytest.fixture
@@ -64,44 +65,33 @@ def test_sigterm_drains_waits_for_the_last_request_and_ends(member, handler) -> 
     assert stopped.is_set()
 
 
-def test_it_does_not_wait_for_ever(member, handler) -> None:
+def test_it_does_not_wait_for_ever_and_off_the_main_thread_nothing_changes(member, handler) -> None:
     _, membership = member
     ended = threading.Event()
-    depart_on_sigterm(membership, lambda: False, lambda: None, 0.05, lambda status: ended.set())
+    given = (membership, lambda: False, lambda: None, 0.05, lambda status: ended.set())
+    thread = threading.Thread(target=depart_on_sigterm, args=given)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    depart_on_sigterm(*given)
     signal.raise_signal(signal.SIGTERM)
     assert ended.wait(120)
 
 
-def test_off_the_main_thread_nothing_changes(member, handler) -> None:
-    _, membership = member
-    thread = threading.Thread(target=depart_on_sigterm, args=(membership, lambda: True, lambda: None, 1.0))
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) is handler
-
-
-KEYS = ServerKeys("public", "secret")
 MEMBER = Member("v0", "verifier", "one", "ipc://v0", "", "here", 1, "demo")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.member.membership.RETRY_S", 0.0)
-
-
-def test_a_starting_member_waits_until_the_coordinator_is_back() -> None:
-    coordinator = Mock()
-    coordinator.register.side_effect = [CoordinatorUnavailable("restarting")] * 5 + [KEYS]
-    assert enter(coordinator, MEMBER) == KEYS
-    assert coordinator.register.call_args_list == [call(MEMBER)] * 6
-
-
-def test_a_starting_member_does_not_wait_for_ever() -> None:
-    coordinator = Mock()
-    coordinator.register.side_effect = CoordinatorUnavailable("restarting")
-    with pytest.raises(CoordinatorUnavailable):
-        enter(coordinator, MEMBER, limit_s=0.05)
-    assert coordinator.register.call_count > 1
+def test_a_starting_member_registers_as_soon_as_the_coordinator_is_back() -> None:
+    registered = threading.Event()
+    coordinator = Mock(register=Mock(side_effect=lambda member: registered.set()))
+    away = CoordinatorUnavailable("restarting")
+    coordinator.report.side_effect = chain([away] * 5, repeat(Orders(known=False)))
+    membership = Membership(coordinator, MEMBER, lambda: None, lambda orders: None, 0.0)
+    membership.join_fleet()
+    assert registered.wait(120)
+    membership.leave_fleet()
+    assert coordinator.register.call_args == call(MEMBER)
+    assert coordinator.report.call_count > 5
 
 
 def test_of_two_changes_at_once_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +110,35 @@ def test_of_two_changes_at_once_none_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(msgspec.structs, "replace", slowly)
     changing.take_head("/head", True)
     other.join()
-    assert (changing._member.head, changing._member.state) == ("/head", "ready")
+    monkeypatch.undo()
+    before = changing._member
+    assert (before.head, before.state) == ("/head", "ready")
+    changing.take_head("/head", True)
+    assert changing._member.route != before.route, "verifiers are told: its directory may have been written anew"
 
 
-def test_a_head_swapped_in_again_is_told_to_verifiers() -> None:
-    """Its directory may have been written anew."""
-    membership = Membership(Mock(), MEMBER, lambda: None, lambda orders: None)
-    membership.take_head("/head", True)
-    before = membership._member
-    membership.take_head("/head", True)
-    assert membership._member.route != before.route
+def test_a_member_is_never_ready_at_an_address_at_which_it_does_not_listen() -> None:
+    """Gateways would connect there, and stay connected."""
+    policy, starting, ready = Coordinator(), threading.Event(), threading.Event()
+    seen: list[tuple[str, str]] = []
+
+    def called(method: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            answer = method(*arguments, now=0.0)
+            seen.extend((view.member.state, view.member.address) for view in policy.snapshot(0.0).members)
+            for state, event in (("starting", starting), ("ready", ready)):
+                if any(each[0] == state for each in seen):
+                    event.set()
+            return answer
+
+        return call
+
+    coordinator = Mock(report=called(policy.report), register=called(policy.register))
+    identity = Member("v0", "verifier", "i", "tcp://n:0", "", "n", 1, "m")
+    membership = Membership(coordinator, identity, lambda: None, lambda orders: membership.drain(orders.drain), 0.005)
+    membership.join_fleet()
+    assert starting.wait(120)
+    membership.become("ready", "tcp://n:7")
+    assert ready.wait(120)
+    membership.leave_fleet()
+    assert ("ready", "tcp://n:0") not in seen

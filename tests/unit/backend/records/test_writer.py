@@ -73,7 +73,7 @@ def test_files_are_due_by_age_or_size(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(files(tmp_path)) == 2, "nothing new, no new file"
 
 
-def test_a_full_disk_costs_records_is_said_once_and_shows_no_reader_half_a_file(
+def test_a_full_disk_or_no_directory_costs_records_is_said_once_and_shows_no_reader_half_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_module, "ROTATE_BYTES", 1)
@@ -100,9 +100,6 @@ def test_a_full_disk_costs_records_is_said_once_and_shows_no_reader_half_a_file(
     assert (store.written["verification"], store.dropped()["verification"]) == (1, 3)
     assert books(store).dropped["verification"] == 3
     assert caplog.records[-1].message == "records are written again"
-
-
-def test_a_directory_that_cannot_be_made_costs_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     store = make_store(tmp_path / "file" / "records")
     store.add([STEP], 0.0)
@@ -134,6 +131,21 @@ def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path, monkeypatch:
     assert [int(file.stem.partition("-")[2]) for file in left] == list(range(41 - len(left), 41)), "the newest are left"
     assert books(store).removed["verification"] == 1000 * (40 - len(left))
     assert books(kept).removed["step"] == 1
+
+
+@pytest.mark.parametrize("left", [b'{"about": {"verifier_id": "\xff"}}', None], ids=["no text", "a version without this kind"])
+def test_the_oldest_files_go_whatever_an_earlier_process_left_beside_them(tmp_path: Path, left: bytes | None) -> None:
+    old = make_store(tmp_path, About("verifier-0", "aaaaaaaa", 1.0, "off", "demo", 0))
+    old.add([VerificationRow(n, os.urandom(50).hex(), n, 4, 2, 3, "d", False, False) for n in range(30_000)], 0.0)
+    old.close()
+    beside = books(old)
+    beside.removed.clear()
+    (old.directory / ABOUT).write_bytes(msgspec.json.encode(beside) if left is None else left)
+    store = make_store(tmp_path, max_mib=1)
+    store.add([STEP], 0.0)
+    store.close()
+    assert not old.directory.exists()
+    assert books(store).ended
 
 
 def test_what_the_queue_takes_is_written_at_the_end_and_the_rest_counted(

@@ -25,12 +25,6 @@ def parts_of(*arguments: str) -> list[range]:
     return slices(options, 10)
 
 
-def test_defaults() -> None:
-    options, rest = rollout_options(NEEDED)
-    assert (options.rounds, options.repeat, options.samples, options.seed) == (None, 1, 1, None)
-    assert (options.sampling, options.fixed, rest) == ({"temperature": 1.0, "max_tokens": 1024}, False, [])
-
-
 @pytest.mark.parametrize(("flags", "needed"), [([], {}), (["--fixed-responses"], {"async_scheduling": False})])
 def test_settings_are_flags_too(flags: list[str], needed: dict[str, bool]) -> None:
     given = ["--verifiers", "3", "--mode=native", "--verifier-engine-args", '{"block_size": 32}']
@@ -75,6 +69,7 @@ def test_each_round_takes_the_next_rows(arguments: list[str], parts: list[range]
 
 
 def test_sampling_parameters_of_the_command(tmp_path: Path) -> None:
+    assert rollout_options(NEEDED)[0].sampling == {"temperature": 1.0, "max_tokens": 1024}
     file = tmp_path / "sampling.json"
     file.write_text('{"stop": ["\\n\\n"], "max_tokens": 9}')
     given = ["--sampling", f"@{file}", "--temperature", "0.5", "--max-tokens", "30", "--seed", "3"]

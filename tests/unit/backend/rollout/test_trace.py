@@ -80,15 +80,11 @@ def test_prompts_take_their_responses_from_the_trace(tmp_path: Path) -> None:
     assert match(read_prompts(file), cases, file, Path("t")) == [Case(0, "y", "b"), Case(1, "x", "a"), Case(2, "x", "c")]
     file.write_text('{"prompt": "y", "sampling_params": {"seed": 1}}\n')
     assert match(read_prompts(file), cases, file, Path("t")) == [Case(0, "y", "b", {"seed": 1})]
+    file.write_bytes('{"prompt": "a\u2028b\u2029c\u0085d"}\r\n{"prompt": "e"}'.encode())
+    assert [case.prompt for case in read_prompts(file)] == ["a\u2028b\u2029c\u0085d", "e"], "only a newline ends a line"
     file.write_text('{"prompt": "y"}\n{"prompt": "z"}\n')
     with pytest.raises(TraceError, match=r"prompts.jsonl: row 1: t has no row with the prompt 'z'"):
         match(read_prompts(file), cases, file, Path("t"))
-
-
-def test_only_a_newline_ends_a_line_of_prompts(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_bytes('{"prompt": "a\u2028b\u2029c\u0085d"}\r\n{"prompt": "e"}'.encode())
-    assert [case.prompt for case in read_prompts(file)] == ["a\u2028b\u2029c\u0085d", "e"]
 
 
 @pytest.mark.parametrize(
@@ -108,22 +104,17 @@ def test_what_is_wrong_with_prompts_is_named(tmp_path: Path, text: str, complain
         read_prompts(file)
 
 
-def test_fixed_requests_carry_the_tokens_of_their_response(
+def test_fixed_requests_carry_the_tokens_of_their_response_and_free_ones_know_what_to_expect(
     tokenizer: Tokenizer, make_of: Callable[..., list[RolloutRequest]]
 ) -> None:
-    (request,) = make_of([Case(4, "def f(x):\n", "    return x\n")], "--fixed-responses")
-    assert request.fixed == tokenizer.encode_response("    return x\n")
+    cases = [Case(0, "def f(x):\n", "    return x\n"), Case(1, "class A:\n", "")]
+    (request,) = make_of(cases[:1], "--fixed-responses")
+    assert request.fixed is not None
+    assert tokenizer.decode(request.fixed) == "    return x\n"
     assert request.params.max_tokens == request.expected == len(request.fixed)
     assert request.prompt[0] == 0, "a prompt begins with the tokenizer's own first token"
-    assert tokenizer.decode(request.fixed) == "    return x\n"
-
-
-def test_free_requests_know_what_to_expect(tokenizer: Tokenizer, make_of: Callable[..., list[RolloutRequest]]) -> None:
-    cases = [Case(0, "def f(x):\n", "    return x\n"), Case(1, "class A:\n", "")]
     known, unknown = make_of(cases)
-    assert known.fixed is None
-    assert known.expected == len(tokenizer.encode_response("    return x\n"))
-    assert known.params.max_tokens == 64 - len(known.prompt)
+    assert (known.fixed, known.expected, known.params.max_tokens) == (None, request.expected, 64 - len(known.prompt))
     assert unknown.expected == unknown.params.max_tokens
     several = make_of(cases, "--n", "3")
     assert [(each.number, each.case.number) for each in several] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
@@ -136,9 +127,7 @@ def test_a_prompts_own_sampling_parameters_come_first(make_of: Callable[..., lis
         cases, "--temperature", "0.5", "--n", "2", "--sampling", '{"top_p": 0.9, "stop": ["a", "b"]}'
     )
     assert (plain.params.temperature, plain.params.top_p, plain.params.stop, plain.seed) == (0.5, 0.9, ["a", "b"], None)
-    assert (own.params.temperature, own.params.top_p, own.params.stop) == (0, 1.0, ["\n"]), (
-        "vLLM's greedy sampling has no top_p"
-    )
+    assert (own.params.temperature, own.params.stop) == (0, ["\n"])
     assert (own.params.max_tokens, own.seed, second.seed) == (4, 6, 7)
 
 
@@ -184,6 +173,22 @@ def test_source_code_is_cut_by_tokens(tmp_path: Path, tokenizer: Tokenizer) -> N
     assert out.read_bytes() == first, "the same seed makes the same trace"
     make("--limit", "2")
     assert len(read_trace(out)) == 2
+    make("--n", "3")
+    prompts = [case.prompt for case in cases]
+    assert [case.prompt for case in read_trace(out)] == [prompts[number - number % 3] for number in range(len(cases))]
+    assert [case.gen for case in read_trace(out)] == [case.gen for case in cases]
     (tmp_path / "empty").mkdir()
     with pytest.raises(TraceError, match="empty: no file gave a pair"):
         make(source=tmp_path / "empty")
+
+
+def test_a_column_that_is_there_twice_or_holds_no_text_is_one_line(tmp_path: Path) -> None:
+    texts = pa.array(["a"])
+    bytes_of_no_text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+    for columns, names, line in (
+        ([texts, texts, texts], ["prompt", "prompt", "gen"], "several columns 'prompt'"),
+        ([texts, bytes_of_no_text], ["prompt", "gen"], "not UTF-8 text"),
+    ):
+        pq.write_table(pa.Table.from_arrays(columns, names), tmp_path / "train.1.parquet")
+        with pytest.raises(TraceError, match=line):
+            read_trace(tmp_path / "train.1.parquet")

@@ -14,9 +14,6 @@ from backend.routing.balance import DWELL_S, GAIN, MOVES, BalancingLoad, Movable
 NOW = 100.0
 
 
-FREE_BATCHING = Speed(0.02, 0.0, 2.0)
-
-
 def load(name: str, requests: int, **fields: object) -> BalancingLoad:
     usual = {"speed": Speed(0.02, 0.01, 2.0), "prefill_tokens_per_s": 2000.0, "slots": 16, "free_tokens": 10_000}
     return BalancingLoad(name, requests, **(usual | fields))  # type: ignore[arg-type]
@@ -26,30 +23,17 @@ def requests_at(name: str, n: int, tokens: int = 100, remaining: float = 200, pl
     return [Movable(f"{name}-{i}", name, tokens, remaining, placed_at) for i in range(n)]
 
 
-def test_the_widest_gap_is_chosen() -> None:
+def test_nothing_moves_where_loads_are_nearly_level_or_batching_is_free_but_for_a_slot() -> None:
+    assert plan_moves([load("a", 5), load("b", 4)], requests_at("a", 5), NOW) == []
+    for many, few, count in ((12, 0, 0), (32, 2, MOVES)):
+        loads = [load(name, requests, speed=Speed(0.02, 0.0, 2.0)) for name, requests in (("a", many), ("b", few))]
+        assert len(plan_moves(loads, requests_at("a", many), NOW)) == count
+
+
+def test_over_the_widest_gap_the_cheapest_and_longest_lived_goes_first() -> None:
     loads = [load("a", 10), load("b", 6), load("c", 1), load("d", 4)]
     movables = [each for one in loads for each in requests_at(one.id, one.requests)]
     assert {(move.source, move.target) for move in plan_moves(loads, movables, NOW)} == {("a", "c")}
-
-
-@pytest.mark.parametrize(
-    ("loads", "movables"),
-    [
-        ([load("a", 5), load("b", 4)], requests_at("a", 5)),
-        ([load("a", 12, speed=FREE_BATCHING), load("b", 0, speed=FREE_BATCHING)], requests_at("a", 12)),
-    ],
-    ids=["nearly level", "free batching"],
-)
-def test_nothing_moves(loads: list[BalancingLoad], movables: list[Movable]) -> None:
-    assert plan_moves(loads, movables, NOW) == []
-
-
-def test_requests_that_queue_for_a_slot_are_a_gap_even_where_batching_is_free() -> None:
-    loads = [load("a", 32, speed=FREE_BATCHING), load("b", 2, speed=FREE_BATCHING)]
-    assert len(plan_moves(loads, requests_at("a", 32), NOW)) == MOVES
-
-
-def test_the_cheapest_and_longest_lived_goes_first() -> None:
     movables = [
         Movable("heavy", "a", 900, 200, 0.0),
         Movable("light", "a", 100, 200, 0.0),

@@ -36,14 +36,11 @@ def test_it_chooses_one_of_those_and_the_same_one_again(affinity, questions):
             assert load[first] == min(load.values())
 
 
-def test_ties_go_to_the_one_used_least():
+def test_a_session_returns_until_its_verifier_is_overloaded_or_gone_and_ties_go_to_the_one_used_least(monkeypatch):
     router = Choosing("none")
     for verifier_id in ("a", "b", "b"):
         router.given(verifier_id)
     assert router.choose(RoutingRequest(), {"a": (0, 0), "b": (0, 0)}) == "a"
-
-
-def test_a_session_returns_until_its_verifier_is_overloaded_or_gone(monkeypatch):
     monkeypatch.setattr(choosing, "SLACK", 2)
     router = Choosing("session")
 

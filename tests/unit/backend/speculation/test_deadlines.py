@@ -169,22 +169,6 @@ TestQuestions = QuestionsMachine.TestCase
 TestQuestions.settings = examples(60, stateful_step_count=40)
 
 
-@pytest.fixture
-def questions() -> Questions:
-    made = Questions(LONGEST_S)
-    made.set_drafters(DRAFTERS)
-    return made
-
-
-def test_a_removed_drafter_releases_its_requests(questions: Questions) -> None:
-    one, other = (Request(name, Rule.GREEDY, 4) for name in "ab")
-    questions.asked(one, 5, "d0", 0.0)
-    questions.asked(other, 5, "d1", 0.0)
-    questions.set_drafters(["d1"])
-    assert list(questions.pending) == [other]
-    assert questions.answered("d0", one, 5, 0.1) is None
-
-
 def test_a_steady_round_trip_gives_about_twice_itself() -> None:
     trip = RoundTrip()
     for _ in range(100):

@@ -65,10 +65,11 @@ def generated(texts: SharedTexts, prompt: list[int], output: list[int], tenant: 
 OUTPUT = [11, 12, 13, 14, 15, 16, 17, 18]
 
 
-def test_a_request_is_read_along_with_what_another_one_generated() -> None:
+def test_a_request_is_read_along_with_what_another_one_of_its_tenant_generated() -> None:
     texts = SharedTexts()
-    generated(texts, [1, 2, 3, 4, 5], OUTPUT)
-    reader, text = texts.reader("", 5), [1, 2, 3, 4, 5]
+    generated(texts, [1, 2, 3, 4, 5], OUTPUT, tenant="a")
+    reader, text = texts.reader("a", 5), [1, 2, 3, 4, 5]
+    assert texts.reader("b", 5).propose(text, 3)[0] == []
     assert reader.propose(text, 3)[0] == OUTPUT[:3], "the ending of the prompt counts, too"
     assert reader.propose([*text, 11, 12], 3)[0] == OUTPUT[2:5]
     assert reader.propose([*text, 11, 12, 99], 3)[0] == []
@@ -122,13 +123,6 @@ def test_other_verifiers_outputs_push_out_none_of_the_own() -> None:
         texts.take("", [dice.randrange(50_000) for _ in range(2000)], 0)
         texts.advance(ALL)
     assert texts.reader("", 5).propose(prompt, 3)[0] == OUTPUT[:3]
-
-
-def test_tenants_share_nothing() -> None:
-    texts = SharedTexts()
-    generated(texts, [1, 2, 3, 4], OUTPUT, tenant="a")
-    assert texts.reader("b", 4).propose([1, 2, 3, 4], 3)[0] == []
-    assert texts.reader("a", 4).propose([1, 2, 3, 4], 3)[0] == OUTPUT[:3]
 
 
 def test_names_of_tenants_are_not_kept() -> None:

@@ -54,25 +54,13 @@ def test_a_missing_extra_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err.strip() == f"outrider: {tracing.MISSING}"
 
 
-@pytest.mark.parametrize(
-    ("given", "used"),
-    [
-        ("http://collector:4318", "http://collector:4318/v1/traces"),
-        ("http://collector:4318/", "http://collector:4318/v1/traces"),
-        ("https://host/custom/path", "https://host/custom/path"),
-    ],
-)
-def test_a_collectors_address_stands_for_its_path(given: str, used: str) -> None:
-    assert sources.load(["--tracing-endpoint", given]).settings.tracing.endpoint == used
-    # The launcher hands settings on as JSON: reading them twice changes nothing.
-    settings = Settings.model_validate({"tracing": {"endpoint": given}})
-    assert Settings.model_validate_json(settings.model_dump_json()) == settings
-
-
-@pytest.mark.parametrize("wrong", ["collector:4317", "grpc://collector:4317", "http://"])
-def test_what_is_no_http_collector_is_refused(wrong: str) -> None:
-    with pytest.raises(sources.ConfigError, match=r"--tracing-endpoint: .*OTLP/HTTP"):
-        sources.load(["--tracing-endpoint", wrong])
+def test_a_collectors_address_stands_for_its_path_and_what_is_no_http_collector_is_refused() -> None:
+    for given in ("http://collector:4318", "http://collector:4318/", "http://collector:4318/v1/traces"):
+        assert sources.load(["--tracing-endpoint", given]).settings.tracing.endpoint == "http://collector:4318/v1/traces"
+    assert sources.load(["--tracing-endpoint", "https://host/own/path"]).settings.tracing.endpoint == "https://host/own/path"
+    for wrong in ("collector:4317", "grpc://collector:4317", "http://"):
+        with pytest.raises(sources.ConfigError, match=r"--tracing-endpoint: .*OTLP/HTTP"):
+            sources.load(["--tracing-endpoint", wrong])
 
 
 def test_who_began_the_trace_decides_whether_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +119,11 @@ def test_a_verifiers_spans_tell_where_the_time_went() -> None:
     assert set(spans) == {"verifier", "queue", "prefill", "decode"}
     verifier = spans["verifier"]
     assert f"{verifier.context.trace_id:032x}" == TRACE_ID
-    assert all(spans[name].parent.span_id == verifier.context.span_id for name in ("queue", "prefill", "decode"))
-    assert verifier.start_time == spans["queue"].start_time
-    assert spans["queue"].end_time == spans["prefill"].start_time
-    assert spans["prefill"].end_time == spans["decode"].start_time
-    assert spans["decode"].end_time == verifier.end_time
+    parts = [spans[name] for name in ("queue", "prefill", "decode")]
+    assert {each.parent.span_id for each in parts} == {verifier.context.span_id}
+    times = [verifier.start_time, *(each.end_time for each in parts)]
+    assert [each.start_time for each in parts] == times[:-1]
+    assert times[-1] == verifier.end_time
     decode = spans["decode"].attributes
     assert (decode["outrider.drafts"], decode["outrider.verifications"]) == (2, 3)
     assert (decode["outrider.draft_tokens"], decode["outrider.accepted_tokens"]) == (8, 4)
@@ -147,13 +135,10 @@ def test_a_verifiers_spans_tell_where_the_time_went() -> None:
     assert request.sampling_params.extra_args[TRACE_ARGUMENT].split("-")[2] == f"{verifier.context.span_id:016x}"
 
 
-@pytest.mark.parametrize("headers", [None, {}, {"traceparent": NOT_KEPT}])
-def test_an_untraced_request_leaves_nothing_behind(headers: dict[str, str] | None) -> None:
-    request, spans = ended(headers, 1)
-    assert (spans, request.outrider.account, request.sampling_params.extra_args) == ({}, None, {"own": 1})
-
-
-def test_a_request_that_never_ran_has_only_waited() -> None:
+def test_an_untraced_request_leaves_nothing_behind_and_one_that_never_ran_has_only_waited() -> None:
+    for headers in (None, {}, {"traceparent": NOT_KEPT}):
+        request, spans = ended(headers, 1)
+        assert (spans, request.outrider.account, request.sampling_params.extra_args) == ({}, None, {"own": 1})
     assert ended({"traceparent": PARENT}, 0, "abort")[1].keys() == {"verifier", "queue"}
 
 

@@ -21,12 +21,10 @@ from backend.fleet import DrafterRef
 from backend.transport import RingReader, RingWriter, Wire
 from backend.transport.ring import RingRef
 from backend.wire import drafting as wire
-from tests.support.ahead_verifier import handle
-from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.ahead_verifier import HEAD, AheadVerifier, drafts_of, handle, opening
+from tests.support.drafter_heads import make_proposer
 from tests.support.properties import examples
 from tests.support.rows import run_step, step_of
-
-HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
 
 
 def content(number: int, size: int) -> bytes:
@@ -107,43 +105,39 @@ def test_a_writer_that_is_killed_leaves_a_readable_ring() -> None:
     reader.close()
 
 
-def drafter(directory: Path) -> DrafterService:
-    return DrafterService("d0", make_proposer(directory, HEAD), 60.0)
-
-
-def greet(service: DrafterService, ring: object) -> wire.Welcome:
-    ((_, payload),) = handle(service, b"f", [wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "v", "features", 1, ring))])  # type: ignore[arg-type]
-    handle(service, b"d", [wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "v", "drafts", 1))])
+def verifier_of(directory: Path, ring: RingRef | None) -> tuple[AheadVerifier, bool]:
+    """A verifier that has told a drafter of its ring, and whether the drafter reads that."""
+    verifier = AheadVerifier(DrafterService("d0", make_proposer(directory, HEAD), 60.0))
+    hello = wire.Hello(wire.PROTOCOL_VERSION, "v", "features", 1, ring)
+    ((_, payload),) = handle(verifier.service, verifier.features, [wire.encode(hello)])
     welcome = wire.decode_to_verifier(payload)
     assert isinstance(welcome, wire.Welcome)
-    return welcome
+    return verifier, welcome.ring
 
 
 def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
-    rows = torch.randn(5, HEAD.hidden, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
-    opening = wire.Open("a", 6, [1, 2, 3, 4, 5, 6], 5)
-    request = wire.encode(wire.Next([wire.NextItem("a", 6, 4, [], 0, fresh_k=4)]))
-    plain, ringed = drafter(tmp_path / "a"), drafter(tmp_path / "b")
-    assert not greet(plain, None).ring
+    opened, asked = opening(), wire.NextItem("a", 6, 4, [], 0, fresh_k=4)
     writer = RingWriter(4096)
-    assert greet(ringed, writer.ref).ring
-    at = writer.write(rows)
-    assert handle(plain, b"f", [wire.encode(wire.Round("float32", HEAD.hidden, [opening])), rows]) == []
-    assert handle(ringed, b"f", [wire.encode(wire.Round("float32", HEAD.hidden, [opening], at)), b""]) == []
-    answers = [
-        wire.decode_to_verifier(payload) for service in (plain, ringed) for _, payload in handle(service, b"d", [request])
-    ]
-    expected, got = (answer.items for answer in answers if isinstance(answer, wire.Drafts))
+    (plain, is_read), (ringed, is_ring_read) = verifier_of(tmp_path / "a", None), verifier_of(tmp_path / "b", writer.ref)
+    assert (is_read, is_ring_read) == (False, True)
+
+    def ring(verifier: AheadVerifier, at: int | None) -> list[tuple[bytes, bytes]]:
+        header = wire.encode(wire.Round("float32", HEAD.hidden, [opened], at))
+        return handle(verifier.service, verifier.features, [header, b""])
+
+    plain.receive_round(opened)
+    assert ring(ringed, writer.write(plain.frames(opened)[1])) == []
+    expected, got = (drafts_of(each.next(asked)) for each in (plain, ringed))
     assert expected == got
     assert len(got[0].tokens) == 4
     # Outside the ring, or in a ring that nobody has mapped: then the sender has to hear that it is to greet again.
-    for service, at, listener in ((ringed, 4000, b"d"), (ringed, -3, b"d"), (plain, 0, b"f")):
-        ((told, refused),) = handle(service, b"f", [wire.encode(wire.Round("float32", HEAD.hidden, [opening], at)), b""])
+    for verifier, at, listener in ((ringed, 4000, ringed.drafts), (ringed, -3, ringed.drafts), (plain, 0, plain.features)):
+        ((told, refused),) = ring(verifier, at)
         answer = wire.decode_to_verifier(refused)
         assert isinstance(answer, wire.Refused)
-        assert (told, answer == wire.Refused(wire.HELLO_FIRST)) == (listener, service is plain)
+        assert (told, answer == wire.Refused(wire.HELLO_FIRST)) == (listener, verifier is plain)
     writer.close()
-    assert not greet(drafter(tmp_path / "c"), writer.ref).ring, "it is gone"
+    assert not verifier_of(tmp_path / "c", writer.ref)[1], "it is gone"
 
 
 def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(monkeypatch: pytest.MonkeyPatch) -> None:

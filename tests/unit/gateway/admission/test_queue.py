@@ -1,6 +1,7 @@
 """The queue in front of verifiers: bounds, order, shares, and nobody left behind."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -102,7 +103,7 @@ def test_nobody_starves_behind_a_flood(tokens, weight, flood):
         pytest.fail("never served")
 
 
-def test_who_was_away_has_saved_nothing_up():
+def test_who_was_away_has_saved_nothing_up_and_what_a_flow_gets_back_does_not_change_its_order():
     queue = wide(*(item("old") for _ in range(40)))
     for now in range(20):
         queue.pop(float(now))
@@ -110,9 +111,6 @@ def test_who_was_away_has_saved_nothing_up():
         queue.push(item("new"))
     following = [queue.pop(20.0) for _ in range(10)]
     assert 4 <= sum(each is not None and each.flow == "new" for each in following) <= 6
-
-
-def test_what_a_flow_gets_back_does_not_change_its_order():
     mine = [item("a"), item("a"), item("a", 1)]
     queue = wide(*mine[:2])
     queue.settle("a", 1.0, 1, -150)
@@ -162,26 +160,21 @@ def test_expected_waits_follow_the_measured_rate():
 
 
 def test_room_is_what_slots_reports_and_a_spare_one_leave():
-
-    def stats(**fields):
-        return VerifierStats("v", 0.0, "sync", 4, **fields)
-
     rooms = Rooms(16)
-    assert rooms.left("v", 0) == 18
-    assert rooms.left("v", 18) == 0
-    rooms.observe(stats(running=12), own=4)
-    assert rooms.left("v", 4) == 6
-    # One report may count what has ended meanwhile.
-    rooms.observe(stats(running=16), own=2)
-    assert rooms.left("v", 2) == 8
-    rooms.observe(stats(running=16), own=2)
-    assert rooms.left("v", 2) == 2
-    rooms.observe(stats(waiting=18, paused=True), own=18)
-    rooms.observe(stats(waiting=14, paused=True), own=14)
-    assert rooms.left("v", 14) == 4
-    # More wait there than the spare ones: it has no room for more than it runs.
-    rooms.observe(stats(running=5, waiting=4), own=9)
-    assert rooms.left("v", 9) == 0
+    assert (rooms.left("v", 0), rooms.left("v", 18)) == (18, 0)
+    reports: tuple[tuple[int, int, dict[str, Any]], ...] = (
+        (4, 6, {"running": 12}),
+        # One report may count what has ended meanwhile.
+        (2, 8, {"running": 16}),
+        (2, 2, {"running": 16}),
+        (18, 0, {"waiting": 18, "paused": True}),
+        (14, 4, {"waiting": 14, "paused": True}),
+        # More wait there than the spare ones: it has no room for more than it runs.
+        (9, 0, {"running": 5, "waiting": 4}),
+    )
+    for own, left, reported in reports:
+        rooms.observe(VerifierStats("v", 0.0, "sync", 4, **reported), own=own)
+        assert rooms.left("v", own) == left
     assert rooms.left("v", 6) == 1
     rooms.gone("v")
     assert rooms.left("v", 0) == 18

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.caller import Caller, KeyLimits
+from gateway.auth.caller import Caller
 from gateway.auth.quota import Bucket, Buckets, SharedUse, absorb, duration, take
 from gateway.auth.quotas import Quotas
 from gateway.http.errors import RateLimited
@@ -49,7 +49,7 @@ def test_a_minutes_worth_at_once_and_then_as_it_drains_with_openais_headers():
 
 
 def test_what_was_refused_later_does_not_count():
-    quotas, caller = Quotas("g", None), Caller("team", limits=KeyLimits(1))
+    quotas, caller = Quotas("g", None), Caller("team", requests_per_minute=1)
     for _ in range(3):
         with pytest.raises(RateLimited, match="later"), quotas.counted(caller):
             raise RateLimited("later")

@@ -6,23 +6,19 @@ import sqlite3
 
 import pytest
 
-from gateway.auth.caller import Caller, KeyLimits
+from gateway.auth.caller import Caller
 from gateway.auth.quota import Use
 from gateway.auth.quotas import Quotas, SharedCounters
 from gateway.http.errors import RateLimited
 
-CALLER = Caller("team", "team", limits=KeyLimits(5, 1000, 3))
+CALLER = Caller("team", "team", requests_per_minute=5, tokens_per_minute=1000, concurrent_requests=3)
 
 
 @pytest.fixture
 def store(tmp_path):
     """Makes stores over one and the same place."""
     with contextlib.ExitStack() as opened:
-
-        def made(kind=SharedCounters, *given):
-            return opened.enter_context(contextlib.closing(kind(tmp_path / "quotas.sqlite", *given)))
-
-        yield made
+        yield lambda kind=SharedCounters: opened.enter_context(contextlib.closing(kind(tmp_path / "quotas.sqlite")))
 
 
 def left(quotas):
@@ -54,9 +50,9 @@ async def test_exchanges_at_once_lose_nothing(store):
 class Slow(SharedCounters):
     """Each exchange waits until it is released, and then fails if it is `broken`."""
 
-    def __init__(self, path, broken=False):
+    def __init__(self, path):
         super().__init__(path)
-        self.released, self.broken, self.begun = asyncio.Event(), broken, 0
+        self.released, self.broken, self.begun = asyncio.Event(), False, 0
 
     async def sync_usage(self, *given):
         self.begun += 1
@@ -68,7 +64,8 @@ class Slow(SharedCounters):
 
 
 async def test_a_store_that_fails_leaves_each_to_itself(store, caplog):
-    slow, other = store(Slow, True), store()
+    slow, other = store(Slow), store()
+    slow.broken = True
     slow.released.set()
     quotas = Quotas("g1", slow)
     await quotas.start()

@@ -26,7 +26,6 @@ from gateway.cli.administer import parse, run
 @pytest.mark.parametrize(
     ("line", "command"),
     [
-        ("drain v0", Drain(member="v0")),
         ("drain v0 --migrate --dry-run", Drain(member="v0", migrate=True, dry_run=True)),
         ("drain v0 --deadline-s 2.5 --force --if-version 7", Drain(member="v0", deadline_s=2.5, force=True, if_version=7)),
         ("resume v0", Resume(member="v0")),

@@ -99,26 +99,20 @@ def test_messages_are_cleaned_and_what_is_no_path_stays(message):
     assert errors.clean(stays) == stays
 
 
-def test_the_value_of_a_field_is_not_echoed():
-    error = vllm.exceptions.VLLMValidationError("too long", parameter="prompt", value="my secret prompt")
-    ours = errors.translate(error)
-    assert (ours.message, ours.param) == ("too long", "prompt")
-    assert "secret" not in refusal(400, str(error)).message
-
-
 def refusal(code, message, param=None):
     with pytest.raises(errors.ApiError) as caught:
         errors.checked(ErrorResponse(error=ErrorInfo(message=message, type="", code=code, param=param)))
     return caught.value
 
 
-def test_vllm_error_responses_become_ours():
+def test_vllm_error_responses_become_ours_without_values_of_fields_or_paths():
     assert isinstance(refusal(404, "no such model"), errors.ModelNotFound)
     assert isinstance(refusal(500, "boom"), errors.InternalError)
     assert refusal(400, "bad", "n").param == "n"
-
-
-def test_what_a_verifier_says_of_an_adapter_is_told_without_its_path():
+    error = vllm.exceptions.VLLMValidationError("too long", parameter="prompt", value="my secret prompt")
+    ours = errors.translate(error)
+    assert (ours.message, ours.param) == ("too long", "prompt")
+    assert "secret" not in refusal(400, str(error)).message
     message = "LoRA rank 512 is greater than max_lora_rank 16: /srv/x/adapter"
     with pytest.raises(errors.EngineFailed, match="is greater than max_lora_rank") as caught:
         _checked_answer(ErrorResponse(error=ErrorInfo(message=message, type="InternalServerError", code=500)))
@@ -145,7 +139,6 @@ def test_an_overflow_is_said_in_the_words_that_clients_know(words):
     ("message", "expected"),
     [
         ({"content": "x"}, "messages.0.role: Field required"),
-        ({"role": "user", "content": 5}, "messages.0.content: Input should be a valid string"),
         ({"role": 5, "content": "x"}, "messages.0.role: Input should be a valid string"),
         ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages.0.tool_call_id: Input should be a valid string"),
         (5, "messages.0: Input should be a valid dictionary"),
@@ -162,7 +155,6 @@ def test_of_a_message_the_nearest_kind_speaks(message, expected):
     ("message", "param", "expected"),
     [
         ("presence_penalty must be in [-2, 2], got 5.0.", "presence_penalty", None),
-        ("stop cannot contain an empty string.", "stop", None),
         ("You must pass at least one prompt", "prompt", None),
         ("something else", None, None),
         ('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set', "tool_choice",

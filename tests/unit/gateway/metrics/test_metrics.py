@@ -6,12 +6,13 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, Verified, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, MemberView, Verified, VerifierStats
 from gateway.fleet.core import FleetCore
 from gateway.fleet.sequences import InFlight, Sequences
 from gateway.fleet.statistics import Cut
 from gateway.metrics.fleet import FleetCollector, GatewayCollector
 from gateway.metrics.gateway import DEFINITIONS, GatewayMetrics
+from tests.support.fleet_story import member
 from tests.support.processes import ROOT
 
 
@@ -25,17 +26,9 @@ def stats(started_at: float = 1.0, drafts: int = 10, accepted: int = 15) -> Veri
         by_version={"0": Verified(2, 8, 6), "7": Verified(drafts, 4 * drafts, accepted)},
         dropped={"late": 1},
     )
-    return VerifierStats(
-        "v0",
-        started_at,
-        "sync",
-        4,
-        busy_s=1.5,
-        prompt_tokens=30,
-        cached_tokens=20,
-        requests_finished={"stop": 2},
-        drafters={"d0": counters},
-    )
+    made = VerifierStats("v0", started_at, "sync", 4, prompt_tokens=30, cached_tokens=20, drafters={"d0": counters})
+    made.requests_finished = {"stop": 2}
+    return made
 
 
 class Core:
@@ -47,9 +40,8 @@ class Core:
         self.sequences = Sequences()
         self.gate = SimpleNamespace(sequences=2, tokens=300, shed=1)
         self.links: dict[str, Any] = {}
-        member = Member("v0", "verifier", "i", "ipc://x", "", "node", 7, "m", "ready")
-        drafter = Member("d0", "drafter", "i", "ipc://y", "", "node", 8, "m", "lost")
-        self.snapshot = FleetSnapshot(3, [MemberView(member, 0.1), MemberView(drafter, 9.0)], [], {"restarts": 1})
+        views = [MemberView(member("v0", "verifier"), 0.1), MemberView(member("d0", "drafter", "lost"), 9.0)]
+        self.snapshot = FleetSnapshot(3, views, [], {"restarts": 1})
 
     def stats(self) -> list[VerifierStats]:
         return self.reports
@@ -79,7 +71,7 @@ def metrics() -> GatewayMetrics:
     return made
 
 
-def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
+def test_every_metric_is_defined_with_its_kind_and_labels_and_in_the_documentation(metrics):
     metrics.requests.labels("/v1/completions", "200").inc()
     metrics.on_finished(sequence(0.0, 0), "stop")
     for kind in ("failover", "migration"):
@@ -94,9 +86,6 @@ def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
         assert family.type == by_name[name].kind, name
         for sample in family.samples:
             assert set(sample.labels) - {"le"} == set(by_name[name].labels), name
-
-
-def test_the_documentation_has_the_table():
     rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     for name, each in DEFINITIONS.items():
         labels = ", ".join(f"`{label}`" for label in each.labels)
@@ -109,11 +98,8 @@ def test_drafters_counters_are_there_and_what_they_learned_where_they_learn():
     core = Core(stats())
     plain = DrafterStats("d0", 1.0, busy_s=3.0, draft_s=2.0, sequences=4, cache_usage=0.5, evictions=6, rejected=7)
     learning = DrafterStats("d1", 1.0, busy_s=8.0, learning=Learning(version=2, steps=500, new_steps=90))
-    members = [
-        MemberView(Member(each.drafter_id, "drafter", "i", "x", "", "n", 8, "m", "ready"), 0.1, drafter=each)
-        for each in (plain, learning)
-    ]
-    core.snapshot.members[:] = members
+    drafters = [(member(each.drafter_id, "drafter"), each) for each in (plain, learning)]
+    core.snapshot.members[:] = [MemberView(who, 0.1, drafter=each) for who, each in drafters]
     families = exposed(collected(core))
 
     def found(name: str) -> dict[str, float]:

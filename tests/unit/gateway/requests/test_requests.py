@@ -65,17 +65,12 @@ def test_the_wrong_type_of_any_field_is_an_error_that_names_it(model, body, othe
                 assert (ours.status, ours.param is not None) == (400, True), f"{name}: {value}: {ours.message}"
 
 
-def test_of_several_wrong_fields_one_is_named():
+def test_of_several_wrong_fields_one_is_named_and_what_vllm_understands_is_never_without_effect():
+    assert not NO_EFFECT.keys() & {*REFUSED, *ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
     for wrong in ({"messages": 5, "tools": 5}, {"structured_outputs": "x", "temperature": "x"}):
         assert refused(read, ChatCompletionRequest, {**CHAT, **wrong}).param in wrong
     error = refused(read, CompletionRequest, {"structured_outputs": "x", "prompt": "x", "temperature": "x"})
     assert (error.param, error.message) == ("structured_outputs", "`structured_outputs` has the wrong type.")
-
-
-def test_what_vllm_understands_is_never_without_effect():
-    for model in (ChatCompletionRequest, CompletionRequest):
-        assert not model.model_fields.keys() & NO_EFFECT.keys()
-    assert not NO_EFFECT.keys() & REFUSED.keys()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ def test_what_is_allowed_in_a_chat_and_in_a_response():
     [
         {},
         {"mode": "none", "tools": FLAT},
-        {"mode": "auto", "tools": {}},
         {"mode": "auto", "tools": []},
         {"mode": "auto", "tools": [{"type": "function", "name": "other"}]},
         {"mode": "auto", "tools": [FLAT[0], {"type": "function"}]},
@@ -61,14 +60,11 @@ def test_tools_of_the_server_are_refused_and_a_search_where_its_lack_would_tell(
     assert error.param == "tools"
 
 
-@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
-def test_a_search_beside_tools_of_the_client_is_left_out(choice):
-    assert callable_tools({"tools": [SEARCH, *FLAT, {"type": "image_generation"}], **choice}) == {"tools": FLAT, **choice}
+def test_a_search_beside_tools_of_the_client_is_left_out_and_the_grammar_of_an_input_becomes_advice():
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert callable_tools({"tools": [SEARCH, *FLAT, {"type": "image_generation"}], **choice}) == {"tools": FLAT, **choice}
     for tools in (FLAT, None):
         assert callable_tools({"tools": tools})["tools"] == tools
-
-
-def test_the_grammar_of_an_input_becomes_advice():
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"}
     tool = {"type": "custom", "name": "patch", "description": "Edits files.", "format": grammar}
     (kept,) = callable_tools({"tools": [tool]})["tools"]

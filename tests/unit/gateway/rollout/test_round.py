@@ -13,7 +13,7 @@ from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.trace import Case
 from backend.wire.engine import PAUSED
-from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, eventually
+from tests.support.fake_verifier import FakeVerifier, Sequence, eventually
 from tests.support.rollout_workers import Workers, respond, run, stall, step_row
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
@@ -193,28 +193,24 @@ async def test_the_longest_request_goes_first_to_whoever_has_the_least_left(work
     assert firsts == {"verifier-0": [3, 7, 0], "verifier-1": [1, 5, 4]}
 
 
-async def refuse(verifier: FakeVerifier, sequence: Sequence) -> None:
-    sequence.emit([], FinishReason.ERROR)
-
-
-async def deviate(verifier: FakeVerifier, sequence: Sequence) -> None:
-    sequence.emit([7], FinishReason.LENGTH)
-
-
-async def lose_rows(verifier: FakeVerifier, sequence: Sequence) -> None:
-    verifier.rows.lost = 3
-    await respond(verifier, sequence)
-
-
 @pytest.mark.parametrize(
-    ("misbehave", "complaint"),
+    ("emitted", "reason", "lost", "complaint"),
     [
-        (refuse, r"row \d: verifier-0 refused the request"),
-        (deviate, r"row \d: verifier-0 did not keep to the response"),
-        (lose_rows, "verifier-0 lost 3 rows"),
+        ([], FinishReason.ERROR, 0, r"row \d: verifier-0 refused the request"),
+        ([7], FinishReason.LENGTH, 0, r"row \d: verifier-0 did not keep to the response"),
+        (None, None, 3, "verifier-0 lost 3 rows"),
     ],
 )
-async def test_what_must_not_happen_ends_the_rollout(workers: Workers, misbehave: Behaviour, complaint: str) -> None:
+async def test_what_must_not_happen_ends_the_rollout(
+    workers: Workers, emitted: list[int] | None, reason: FinishReason, lost: int, complaint: str
+) -> None:
+    async def misbehave(verifier: FakeVerifier, sequence: Sequence) -> None:
+        verifier.rows.lost = lost
+        if emitted is None:
+            await respond(verifier, sequence)
+        else:
+            sequence.emit(emitted, reason)
+
     workers.start("verifier-0", misbehave)
     with pytest.raises(CommandError, match=complaint):
         await play(workers)

@@ -1,6 +1,8 @@
 """Background responses: what another gateway's process shows of them."""
 
 import asyncio
+import json
+import sqlite3
 from collections.abc import AsyncGenerator
 from itertools import count
 from pathlib import Path
@@ -11,7 +13,7 @@ import pydantic
 import pytest
 
 from gateway.admission.claim import Claim
-from gateway.auth.caller import Caller, KeyLimits
+from gateway.auth.caller import Caller
 from gateway.http.errors import RateLimited
 from gateway.storage.responses import serving
 from gateway.storage.responses.serving import ResponseService
@@ -82,21 +84,21 @@ async def test_a_key_has_its_share_of_the_places(tmp_path: Path, monkeypatch: py
         async for each in made():
             yield each
 
-    async def begun(owner: str, limits: KeyLimits) -> int:
+    async def begun(owner: str, most: int | None = None) -> int:
         """How many of a burst are taken."""
-        claims = [Claim(Caller(owner, owner, limits=limits)) for _ in range(8)]
+        claims = [Claim(Caller(owner, owner, concurrent_requests=most)) for _ in range(8)]
         burst = (responses.begin(turn(f"r{next(numbers)}", owner), held(), "m", 0, claim) for claim in claims)
         done = await asyncio.gather(*burst, return_exceptions=True)
         assert all(isinstance(each, dict | RateLimited) for each in done)
         taken.extend(claim for claim, each in zip(claims, done, strict=True) if isinstance(each, dict))
         return sum(isinstance(each, dict) for each in done)
 
-    assert await begun("limited", KeyLimits(concurrent_requests=1)) == 1
-    assert await begun("greedy", KeyLimits()) == 4
-    assert await begun("other", KeyLimits()) == 2
+    assert await begun("limited", 1) == 1
+    assert await begun("greedy") == 4
+    assert await begun("other") == 2
     gate.set()
     await ended(*taken)
-    assert await begun("limited", KeyLimits(concurrent_requests=1)) == 1
+    assert await begun("limited", 1) == 1
     await responses.close()
 
 
@@ -120,3 +122,45 @@ async def test_what_was_cancelled_elsewhere_adds_nothing_to_its_conversation(tmp
     assert await ours.items("c", "me") == []
     await responses.close()
     theirs.close()
+
+
+async def test_what_cannot_be_stored_has_failed_once_the_store_can_be_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "TROUBLE_S", 0.01)
+    store = ResponseStore(tmp_path / "responses.sqlite", 1 << 30)
+    responses, advance, refused = ResponseService(store, 4096), store.advance, count()
+
+    async def full(kept: StoredResponse, *events: Any) -> bool:
+        if kept.body["status"] in ("completed", "failed") and next(refused) < 3:
+            raise sqlite3.OperationalError("database or disk is full")
+        return await advance(kept, *events)
+
+    monkeypatch.setattr(store, "advance", full)
+    claim = Claim()
+    await responses.begin(turn("r", "me"), made(), "m", 0, claim)
+    await ended(claim)
+    assert (await store.get("r", "me")).body["status"] == "failed"
+    await responses.close()
+
+
+async def test_a_follower_is_told_that_the_conversation_is_gone(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "responses.sqlite", 1 << 30)
+    responses = ResponseService(store, 4096)
+    await store.create_conversation("c", "me", {}, [])
+    begun = turn("r", "me")
+    begun.conversation, begun.input = "c", []
+
+    async def deleted() -> AsyncGenerator[Made, None]:
+        async for each in made():
+            if each.type == "response.completed":
+                await store.delete_conversation("c", "me")
+            yield each
+
+    claim = Claim()
+    await responses.begin(begun, deleted(), "m", 0, claim)
+    await ended(claim)
+    followed = [json.loads(each) async for each in responses.follow("r", -1)]
+    assert [each["type"] for each in followed if each["type"] in serving.LAST] == ["response.failed"]
+    assert followed[-1]["response"]["status"] == (await store.get("r", "me")).body["status"] == "failed"
+    await responses.close()

@@ -1,5 +1,6 @@
 """Responses that are cut off: what their items and events say."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +22,9 @@ TOOLS = ResponsesRequest.model_validate(
 ).tools
 
 
-class Made:
-    """An event of vLLM's, as JSON."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = fields
-
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        return dict(self.fields)
+def made(**fields: Any) -> Any:
+    """An event of vLLM's."""
+    return SimpleNamespace(model_dump=lambda **_: fields)
 
 
 async def events_of(tool: str, pieces: list[str], status: str) -> list[dict[str, Any]]:
@@ -40,7 +36,7 @@ async def events_of(tool: str, pieces: list[str], status: str) -> list[dict[str,
     ]
 
     async def events() -> Any:
-        yield Made({"type": "response.created", "response": {"status": "in_progress", "output": []}})
+        yield made(type="response.created", response={"status": "in_progress", "output": []})
         for delta in deltas:
             target, call = processor.resolve_target_state(delta)
             if processor.needs_transition(target, call):
@@ -51,7 +47,7 @@ async def events_of(tool: str, pieces: list[str], status: str) -> list[dict[str,
         for each in processor.close_current():
             yield each
         output = [item.model_dump(mode="json") for item in processor.output_items]
-        yield Made({"type": "response.completed", "response": {"status": status, "output": output}})
+        yield made(type="response.completed", response={"status": status, "output": output})
 
     return [each async for each in complete(events(), dict, held=0)]
 

@@ -50,6 +50,7 @@ async def test_a_conversation_lives_as_long_as_its_owner_uses_it(store, now):
 
 
 async def test_what_every_continuation_would_read_is_bounded_and_nothing_is_lost(store, monkeypatch):
+    """Of a conversation, and of all responses before one."""
     await store.create_conversation("full", "me", {}, items(MAX_ITEMS - 1))
     monkeypatch.setattr("gateway.storage.responses.store.MAX_HISTORY_BYTES", 1000)
     await store.create_conversation("large", "me", {}, [{"id": "a", "text": "x" * 700}])
@@ -61,14 +62,6 @@ async def test_what_every_continuation_would_read_is_bounded_and_nothing_is_lost
             await store.add_items(name, "me", more)
         assert (caught.value.param, caught.value.code) == ("items", "conversation_full")
         assert len(await store.items(name, "me")) == length
-    monkeypatch.undo()
-    await store.add_items("full", "me", items(1, 5000))
-    await store.add_items("full", "me", items(3, 6000), most=None)
-    assert len(await store.items("full", "me")) == MAX_ITEMS + 3
-
-
-async def test_what_every_response_before_it_would_add_is_bounded(store, monkeypatch):
-    monkeypatch.setattr("gateway.storage.responses.store.MAX_HISTORY_BYTES", 1000)
     for name, previous in (("r1", None), ("r2", "r1"), ("r3", "r2")):
         body = {"id": name, "status": "completed", "output": []}
         await store.put(StoredResponse(name, "me", previous, [{"id": name, "text": "x" * 350}], body))
@@ -76,6 +69,10 @@ async def test_what_every_response_before_it_would_add_is_bounded(store, monkeyp
     with pytest.raises(BadRequest, match="larger than 1000 bytes") as caught:
         await store.history("r3", "me")
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "conversation_full")
+    monkeypatch.undo()
+    await store.add_items("full", "me", items(1, 5000))
+    await store.add_items("full", "me", items(3, 6000), most=None)
+    assert len(await store.items("full", "me")) == MAX_ITEMS + 3
 
 
 async def test_a_response_has_failed_when_its_maker_has_ended_whatever_its_pid(store, tmp_path):
