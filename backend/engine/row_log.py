@@ -135,16 +135,16 @@ class RowLogs(dict[str, Log]):
 
         `is_needed`: drafters need them at once.  `end` must follow, then `trim`.
         """
-        made = torch.cuda.current_stream().record_event() if layers[0].is_cuda else None
         if not is_needed and count <= AT_ONCE:
-            self._begun = _Taken(torch.cat([layer[:count] for layer in layers], dim=-1), made)
+            taken = torch.cat([layer[:count] for layer in layers], dim=-1)
+            self._begun = _Taken(taken, _made(taken))
             if self.waiting >= MOST_WAITING:
                 self.settle(MOST_WAITING - AT_ONCE)
             return
         self.settle()
         of = [self._projection_of(request_id) for request_id in request_ids]
         rows: dict[Projection | None, list[torch.Tensor]] = {project: [] for project in of}
-        with _beside(made):
+        with _beside(_made(layers[0])):
             for first in range(0, count, AT_ONCE):
                 part = torch.cat([layer[first : min(first + AT_ONCE, count)] for layer in layers], dim=-1)
                 for project, projected in rows.items():
@@ -250,6 +250,11 @@ def next_row(sent: range | None, start: int, own: int, room: int | None) -> int:
 @cache
 def _own_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _made(rows: torch.Tensor) -> torch.cuda.Event | None:
+    """What happens once `rows`, and all that was launched before, are computed; None except on CUDA."""
+    return torch.cuda.current_stream().record_event() if rows.is_cuda else None
 
 
 @contextmanager
