@@ -174,10 +174,13 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     assert ship(40, 4)[0].at is None, "small ones are quicker in the message"
     assert ship(44, 20)[0].at is not None
     assert ship(64, 20)[0].at is None, "no room: the drafter has not read the last one"
+    run_step(shipper, step_of([("b", 0, 4, range(100))]), [torch.zeros(4, 16)])
     inbox.append([wire.encode(wire.Refused(wire.HELLO_FIRST))])
     monkeypatch.setattr(feature_link, "GREET_EVERY_S", 0.0)
     sent.clear()
-    assert wire.Close("a", "moved") in ship(84, 20)[0].items, "only the connection may have been lost"
+    closed, opened = ship(84, 20)[0].items
+    assert closed == wire.Close("b", "moved"), "only the connection may have been lost"
+    assert isinstance(opened, wire.Open), "which also ends what was there"
     again = wire.decode_to_drafter(sent[0][0])
     assert isinstance(again, wire.Hello)
     assert again.ring is not None
