@@ -61,7 +61,7 @@ class DrafterLoop:
 
         def exchange() -> None:
             if done.set_running_or_notify_cancel():
-                self._service.replace(proposer, retargeted)
+                self._send(self._service.replace(proposer, retargeted))
                 done.set_result(None)
 
         self._orders.put(exchange)

@@ -117,11 +117,13 @@ class DrafterService:
         unknown = [(listener, wire.encode(wire.Unknown(requests))) for listener, requests in lost.items()]
         return self._answer(fresh, drafts, started, finished) + unknown
 
-    def replace(self, proposer: Proposer, retargeted: bool = False) -> None:
+    def replace(self, proposer: Proposer, retargeted: bool = False) -> list[Reply]:
         """Drafts with another proposer from now on.  Verifiers have to greet again and open their requests again.
 
-        `retargeted`: it is the present head, with new tensors of the target.
+        `retargeted`: it is the present head, with new tensors of the target.  Returns what tells the verifiers' sockets.
         """
+        # The `drafts` socket would not learn of it otherwise while all questions come with rounds.
+        told = [(identity, wire.encode(wire.Refused(wire.HELLO_FIRST))) for identity in self._peers]
         for session in self._sessions.values():
             self._end(session)
             if self._lessons is None and not retargeted:
@@ -134,6 +136,7 @@ class DrafterService:
         elif self._lessons is not None:
             self._lessons.watch.exchanged()
         self.proposer = proposer
+        return told
 
     def sweep(self) -> None:
         """Forgets requests without a message for the configured time."""

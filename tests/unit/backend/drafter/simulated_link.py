@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.transport import Wire
 from backend.wire.drafting import Ahead, Draft, Drafts, Outcome, ToVerifier, decode_to_verifier, encode
@@ -132,6 +133,11 @@ class SimulatedDrafter:
     def restart(self) -> None:
         """Restarts the drafter at its address, without any state."""
         self.service, self._busy = self._make(), False
+
+    def exchange(self, proposer: Proposer) -> None:
+        """Drafts with another proposer from now on."""
+        for reply in self.service.replace(proposer):
+            self._send(*reply)
 
     def hang(self, seconds: float) -> None:
         """Works on nothing for so long."""

@@ -185,6 +185,20 @@ def test_a_drafter_that_forgot_everything_is_greeted_again(
         assert place.drafters[0].service.stats().verifiers == ["v"]
 
 
+def test_an_exchange_of_the_head_loses_no_draft(directory: Path, texts: list[Text]) -> None:
+    """All questions come with rounds: the socket for drafts has nothing to send that could be refused."""
+    with fleet(directory, 4, "sync", lookup=False) as swapped:
+        swapped.assign(0)
+        (drafter,), world = swapped.drafters, swapped.world
+        # Each socket may greet again.
+        world.advance(world.now + 1.0)
+        other = make_proposer(directory / "other", HEAD, cache_tokens=4096)
+        world.at(world.now + 0.2, lambda: drafter.exchange(other))
+        swapped.verifier.generate(named(texts, "r"))
+        assert drafter.service.proposer is other
+        assert "lost" not in swapped.verifier.stats.drafters["d0"].dropped
+
+
 def test_greeting_again_is_no_storm(directory: Path, texts: list[Text]) -> None:
     with fleet(directory, 2, "sync") as deaf:
         deaf.assign(0)

@@ -24,12 +24,14 @@ from backend.models.resolve import ModelError, resolve
 from backend.transport.hub import Dealer, Hub
 from backend.transport.sockets import Wire, new_server_keys
 from backend.wire.drafting import (
+    HELLO_FIRST,
     PROTOCOL_VERSION,
     Drafts,
     Hello,
     Next,
     NextItem,
     Open,
+    Refused,
     Role,
     Round,
     ToVerifier,
@@ -160,6 +162,7 @@ def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_o
     before = drafted()
     assert len(before) == 4
     process.swap_head(str(write_permuted(DRAFT_MODEL_DIR, tmp_path / "permuted")))
+    assert [peer.receive(socket) for socket in (peer.features, peer.drafts)] == 2 * [Refused(HELLO_FIRST)]
     assert drafted() == before
     with pytest.raises(CheckpointError, match="strange: another vocabulary"):
         process.swap_head(str(write_permuted(DRAFT_MODEL_DIR, tmp_path / "strange", range(1100))))
