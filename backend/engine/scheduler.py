@@ -292,8 +292,17 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         free, others = self.kv_cache_manager.block_pool.get_num_free_blocks(), len(self.running) - len(decoding)
         blocks = KvBlocks(free, self._block_sizes, self.num_lookahead_tokens)
         lengths = [request.num_tokens for request in decoding]
-        found = draft_limits(lengths, self.num_spec_tokens, self.max_num_scheduled_tokens, blocks, others, prefill)
+        room = self.max_num_scheduled_tokens - (self._chunks_before(decoding[-1]) if decoding and others else 0)
+        found = draft_limits(lengths, self.num_spec_tokens, room, blocks, others, prefill)
         return None if found is None else dict(zip(self._decoding, found, strict=True))
+
+    def _chunks_before(self, last: Any) -> int:
+        """The most prompt tokens that have room in a step before a decoding request: of long prompts, which come in chunks."""
+        longest: int = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
+        if self.adaptive_long_prefill_threshold:
+            longest = max(longest, self.scheduler_config.max_num_batched_tokens // sum(self.get_request_counts()))
+        before = [request for request in self.running[: self.running.index(last)] if request.is_prefill_chunk]
+        return sum(min(request.num_tokens - request.num_computed_tokens, longest) for request in before)
 
     def _prefill_ahead(self) -> int:
         """Estimate of the prompt tokens that the next step will compute."""

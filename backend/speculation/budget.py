@@ -96,7 +96,7 @@ def draft_limits(
     rest of the block that the request's own token takes anyway, and equal parts of the step's `step_tokens`.  `others` requests
     compute at most `prefill` prompt tokens.
     """
-    most = min(longest, step_tokens // max(len(lengths), 1) - 1)
+    most = max(min(longest, step_tokens // max(len(lengths), 1) - 1), 0)
     # Of n more tokens, those of a decoding request touch n / size new blocks at most, rounded up; those of a prompt one more.
     needed = sum(
         len(lengths) * -(-(1 + longest + blocks.behind) // size) + prefill // size + 2 * (others + 1) for size in blocks.sizes

@@ -242,3 +242,23 @@ def test_a_prompt_without_room_in_the_cache_is_not_expected_in_the_next_step(dir
             core.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
             core.step_fn()
         assert [call.args[1] for call in attach.call_args_list] == [long, long, 0, long], "at last there is room again"
+
+
+def test_drafts_fit_beside_chunks_of_prompts_that_have_room_before_them(directory: Path, texts: list[Text]) -> None:
+    """Else vLLM would cut the last request's draft, the more, the longer the first one's is."""
+    author = make_proposer(directory / "author", HEAD, cache_tokens=8192)
+    with fleet(directory, 7, "auto") as mixed:
+        core = mixed.verifier.core
+        scheduler, speculator = core.scheduler, core.scheduler.speculator
+        with (
+            mock.patch.object(scheduler.scheduler_config, "long_prefill_token_threshold", 45),
+            mock.patch.object(speculator, "attach", side_effect=speculator.attach) as attach,
+        ):
+            core.add("first", texts[0])
+            core.step_fn()
+            for name in ("long", "longer"):
+                core.add(name, write_text(author, len(name), prompt=200, length=210))
+            core.add("last", texts[0])
+            for _ in range(3):
+                core.step_fn()
+        assert [call.kwargs["limits"] for call in attach.call_args_list] == [None, None, None, {"first": 2, "last": 2}]

@@ -80,4 +80,5 @@ def test_drafts_have_all_the_room_they_want_where_there_is_enough() -> None:
     assert draft_limits([16, 31], 8, 2048, KvBlocks(3, [16])) == [0, 1]
     assert draft_limits([16, 20], 8, 2048, KvBlocks(6, [16]), others=1, prefill=64) == [0, 8]
     assert draft_limits([16, 20], 8, 12, KvBlocks(60, [16])) == [5, 5]
+    assert draft_limits([16, 20], 8, 1, KvBlocks(60, [16])) == [0, 0]
     assert draft_limits([], 8, 2048, KvBlocks(0, [16])) in (None, [])
