@@ -57,6 +57,8 @@ class Learner:
 
         Raises `CheckpointError` when another drafter uses the directory.
         """
+        # Resolved, as `start_dir` is, which may be a version in here.
+        directory = directory.resolve()
         self._directory, self._target_dir, self._start_dir = directory, target_dir, start_dir
         self._swap = swap
         self._lock = _lock(directory)
@@ -199,7 +201,8 @@ class Learner:
         return int(Path(head_dir).name) if head_dir != self._start_dir else 0
 
     def _prune(self) -> None:
-        kept = {self.head_dir, self._previous_dir}
+        # The head of the start is read again by every process that starts.
+        kept = {self.head_dir, self._previous_dir, self._start_dir}
         versions = sorted((self._directory / VERSIONS).glob("[0-9]*"), reverse=True)
         for path in versions[KEPT_VERSIONS:]:
             if str(path) not in kept:

@@ -286,6 +286,22 @@ def test_a_head_that_cannot_be_loaded_is_put_away(
             pass
 
 
+def test_old_versions_are_deleted_but_not_the_one_that_the_fleet_was_started_with(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = tmp_path / "drafter-0" / "versions"
+    names = [f"{number:06d}" for number in range(1, 9)]
+    in_place_of_trainers(monkeypatch, [News(1, 1.0, published=str(versions / name)) for name in names[1:]])
+    write_initial_head(str(TARGET_DIR), versions / names[0], "demo")
+    (tmp_path / "link").symlink_to(tmp_path)
+    with learner(str(versions / names[0]), tmp_path / "link") as own:
+        for name in names[1:]:
+            shutil.copytree(versions / names[0], versions / name)
+        own.start("cpu")
+        wait_for(lambda: own.stats().published == len(names) - 1)
+        wait_for(lambda: {each.name for each in versions.iterdir()} == {names[0], *names[4:]})
+
+
 def test_steps_are_counted_from_each_trainers_first_report(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be started is tried again, and one that ends is started again."""
     in_place_of_trainers(monkeypatch, None, [News(100, 10.0), News(140, 14.0)], [News(90, 9.0), News(120, 12.0)])
