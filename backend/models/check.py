@@ -148,20 +148,22 @@ def misshapen(config: HeadConfig, files: TensorFiles, target_dir: str) -> Iterat
     for name, rows in ((EMBEDDING, config.vocab_size), (LM_HEAD, config.draft_vocab_size)):
         if name in required or (is_model and name not in names):
             continue
-        shape = files.shape(names[name]) if name in names else _shape_in_target(name, target_dir)
+        target = None if name in names else TensorFiles(target_dir)
+        shape = files.shape(names[name]) if target is None else _shape_in_target(name, target)
         expected = [config.own_vocab_size if is_model else rows, config.hidden_size]
-        if shape is None:
+        if target is not None and target.is_quantised(name):
+            yield f"tensor {name}: quantised in the target, and the head has none of its own"
+        elif shape is None:
             yield f"missing tensor: {name}, neither in the head nor in the target"
         # More rows are allowed: vocabularies may be padded.
         elif len(shape) != 2 or shape[0] < expected[0] or shape[1] != expected[1]:
             yield f"tensor {name}: shape {list(shape)}, expected {expected}"
 
 
-def _shape_in_target(name: str, target_dir: str) -> Shape | None:
+def _shape_in_target(name: str, target: TensorFiles) -> Shape | None:
     """The shape of the target's embedding or output matrix.  A target with tied embeddings may have no output matrix."""
-    files = TensorFiles(target_dir)
-    found = files.find(name) or files.find(EMBEDDING)
-    return files.shape(found) if found else None
+    found = target.find(name) or target.find(EMBEDDING)
+    return target.shape(found) if found else None
 
 
 def why_not_learning(head_dir: str, target_dir: str) -> str | None:
@@ -175,8 +177,10 @@ def why_not_learning(head_dir: str, target_dir: str) -> str | None:
         return "only heads as wide as their target learn"
     if any(name.endswith(".bias") for name in TensorFiles(head_dir).tensors):
         return "heads with biases do not learn"
-    family = text_config(read_config(target_dir)).get("model_type")
-    if family not in TEACHING or final_norm(TensorFiles(target_dir)) is None:
+    family, target = text_config(read_config(target_dir)).get("model_type"), TensorFiles(target_dir)
+    if target.is_quantised(LM_HEAD):
+        return "nothing is learned from a target whose output matrix is quantised"
+    if family not in TEACHING or final_norm(target) is None:
         return f"nothing is learned from a target of model_type {family!r}: its last norm or its scores may be unlike Llama's"
     return None
 

@@ -63,6 +63,12 @@ class TensorFiles:
         names = [name for name in self.tensors if name == suffix or name.endswith(f".{suffix}")]
         return min(names, key=len, default=None)
 
+    def is_quantised(self, name: str) -> bool:
+        """Whether a weight is packed or scaled: its module has other tensors than a weight and a bias."""
+        module = f".{name.removesuffix('.weight')}"
+        paths = (f".{each}".rpartition(".") for each in self.tensors)
+        return not {part for path, _, part in paths if path.endswith(module)} <= {"weight", "bias"}
+
     @property
     def canonical_names(self) -> dict[str, str]:
         """Canonical name -> name in the files, for every tensor of a drafter (`midlayer.` becomes `layers.0.`)."""

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.drafter.proposer import DraftRequest, Until
-from backend.models.check import find_misfits
+from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import CheckpointError, load_config
 from backend.models.tensor_files import TensorFiles
@@ -63,6 +63,22 @@ def test_what_the_head_lacks_comes_from_the_target(tmp_path: Path) -> None:
     assert torch.equal(weights.lm_head, head.weights()["target.lm_head"])
     tied = load_drafter(write_head(tmp_path / "h", head), write_target(tmp_path / "t", head, tied=True))
     assert torch.equal(tied.lm_head, head.weights()["target.embed"])
+
+
+@pytest.mark.parametrize("stored", [("weight", "weight_scale"), ("qweight", "scales"), ("weight_packed", "weight_scale")])
+def test_a_quantised_output_matrix_of_the_target_is_not_taken_for_another(tmp_path: Path, stored: tuple[str, str]) -> None:
+    """Not for one without scales, and not for the embedding, where it has another name."""
+    head_dir, target_dir = pair(tmp_path, TinyHead(kind="eagle"))
+    path = Path(target_dir) / "model.safetensors"
+    tensors = load_file(path)
+    matrix = tensors.pop("lm_head.weight").to(torch.float8_e4m3fn)
+    save_file(tensors | {f"lm_head.{stored[0]}": matrix, f"lm_head.{stored[1]}": torch.ones(1)}, path)
+    line = "tensor lm_head.weight: quantised in the target, and the head has none of its own"
+    assert check(head_dir, target_dir) == [line]
+    with pytest.raises(CheckpointError, match=line):
+        load_drafter(head_dir, target_dir)
+    assert check(write_head(tmp_path / "own", TinyHead()), target_dir) == []
+    assert "output matrix is quantised" in (why_not_learning(str(tmp_path / "own"), target_dir) or "")
 
 
 def test_feature_layers(tmp_path: Path) -> None:
