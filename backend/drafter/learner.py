@@ -21,8 +21,6 @@ from statistics import mean
 from typing import IO, Any
 
 import msgspec
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from backend.config.settings import DraftingSettings
@@ -32,6 +30,7 @@ from backend.learning.ring import ReplayRing, ReplayWriter
 from backend.learning.rules import Watch
 from backend.learning.trainer import VERSIONS, Followed, Job, News, TakenBack, newest_version
 from backend.models.head_config import CheckpointError
+from backend.models.writing import save_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +104,9 @@ class Learner:
         try:
             path = self._directory / "target.safetensors"
             part = path.with_suffix(".part")
-            save_file({name: tensor.contiguous() for name, tensor in newer.items()}, part)
+            save_tensors({name: tensor.contiguous() for name, tensor in newer.items()}, part)
             part.replace(path)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             logger.warning("the head is taught by the target's earlier weights: %s", error)
             return
         self._newer = str(path)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from backend.models.writing import save_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +90,7 @@ class ReplayRing:
         """Adds a file, and removes the oldest ones beyond the ring's size.  Raises `OSError`."""
         part = self._directory / f"{number}.part"
         metadata = {"first": str(replay.first), "prompt": str(replay.prompt), "temperature": repr(replay.temperature)}
-        try:
-            save_file({"tokens": replay.tokens, "features": replay.features}, part, metadata=metadata)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+        save_tensors({"tokens": replay.tokens, "features": replay.features}, part, metadata)
         part.replace(self._path(number))
         self._make_room(max(self._max_bytes, self._least_rows * replay.features[0].nbytes))
 

@@ -37,12 +37,21 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Writes `config.json` and weights into an existing directory.  Raises `OSError`."""
-    from safetensors.torch import save_file
-
     kept = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    save_file(kept, directory / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(kept, directory / WEIGHTS, {"format": "pt"})
     (directory / WEIGHTS).chmod(0o644)
     write_json(directory / "config.json", config)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a safetensors file.  Raises `OSError`, in place of the library's own error of a full disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata and dict(metadata))
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -314,7 +314,7 @@ def test_steps_are_counted_from_each_trainers_first_report(start: str, tmp_path:
 def test_a_full_disk_keeps_the_targets_earlier_weights(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(learner_module, "save_file", Mock(side_effect=SafetensorError("No space left on device")))
+    monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=SafetensorError("No space left on device")))
     with learner(start, tmp_path) as own:
         own.follow({"norm.weight": torch.ones(2)})
     assert "taught by the target's earlier weights: No space left" in caplog.text

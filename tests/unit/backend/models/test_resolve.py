@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
+from safetensors import SafetensorError
 
 from backend.config import Settings
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
@@ -84,6 +86,13 @@ def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: st
 )
 def test_what_cannot_work_is_one_line(changes: dict[str, Any], line: str) -> None:
     assert line in refusal(**changes)
+
+
+def test_a_first_head_that_has_no_room_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=SafetensorError("No space left on device")))
+    error = refusal(drafter="grow", drafting={"learning_dir": str(tmp_path)})
+    assert error == f"--drafter grow: {tmp_path}/start cannot be written: No space left on device"
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_a_model_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
