@@ -82,8 +82,10 @@ class ReplayRing:
 
     def open_for_writing(self) -> int:
         """Removes files that a killed writer left unfinished.  Returns the number of the next file."""
-        for path in self._directory.glob("*.part"):
-            path.unlink(missing_ok=True)
+        for path in self._directory.iterdir():
+            # safetensors' own files, which it renames when they are complete, have no suffix.
+            if path.suffix != SUFFIX:
+                path.unlink(missing_ok=True)
         return max(self.numbers(), default=0) + 1
 
     def write(self, number: int, replay: Replay) -> None:

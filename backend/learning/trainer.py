@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import sys
 import threading
 import time
@@ -115,6 +116,8 @@ class Trainer:
         self._credit = 0.0
         self._sizes: dict[int, int] = {}
         """Rows to train on of each present file: none of a held-out one."""
+        for unfinished in (Path(job.directory) / VERSIONS).glob(".[0-9]*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
         self._begin(job.head_dir)
         self._resume()
 

@@ -188,6 +188,10 @@ def test_training_publishes_a_better_head_and_goes_on_after_a_restart(
     assert "trainer.pt is not used" in caplog.text
     again = Trainer(replace(job, head_dir=directory))
     assert again.steps == trainer.steps
+    # Of a trainer that was killed while it wrote a version, nothing stays.
+    (tmp_path / "own" / "versions" / ".000002-abcdef12").mkdir()
+    Trainer(replace(job, head_dir=directory))
+    assert [each.name for each in (tmp_path / "own" / "versions").iterdir()] == ["000001"]
     # Earlier versions are deleted in time, the one that it began with among them.
     shutil.rmtree(directory)
     assert check(again.publish(), str(TARGET_DIR)) == []

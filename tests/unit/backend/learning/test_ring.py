@@ -78,12 +78,13 @@ def test_a_small_ring_spares_enough_held_out_sequences_for_a_comparison(tmp_path
 def test_a_killed_writer_leaves_nothing_that_a_reader_takes_for_a_sequence(tmp_path: Path) -> None:
     ring = ReplayRing(tmp_path, 1 << 20)
     ring.write(ring.open_for_writing(), replay())
-    (tmp_path / "2.part").write_bytes(b"half")
+    for unfinished in ("2.part", ".tmpAbC123"):
+        (tmp_path / unfinished).write_bytes(b"half")
     (tmp_path / f"{3:012d}.safetensors").write_bytes(b"spoiled")
     assert ring.numbers() == [1, 3]
     assert ring.read(3) is None
     assert ReplayRing(tmp_path, 1 << 20).open_for_writing() == 4
-    assert not list(tmp_path.glob("*.part"))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
 
 
 def test_a_writer_ends_although_the_file_system_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
