@@ -60,14 +60,19 @@ def find_misfits(head_dir: str, target_dir: str) -> Misfits:
     """All misfits, with errors and warnings in separate lists."""
     found = Misfits()
     try:
-        head = load_config(head_dir, target_dir)
+        head, files = load_config(head_dir, target_dir), TensorFiles(head_dir)
         target = text_config(read_config(target_dir))
         found.kind = head.drafter_kind
         found.errors.extend(head.unsupported)
         found.errors.extend(_errors(head, target) if head.kind != DRAFT_MODEL else ())
-        found.errors.extend(misshapen(head, TensorFiles(head_dir), target_dir))
+        found.errors.extend(misshapen(head, files, target_dir))
         found.warnings.extend(_compared_tokenizers(head, head_dir, target_dir) if head.kind == DRAFT_MODEL else ())
         found.warnings.extend(_warnings(head, target))
+        if "mask_hidden" in files.canonical_names:
+            found.warnings.append(
+                "it was trained to draft all tokens in one pass (P-EAGLE), and drafts them one after the other here: "
+                "few may be accepted behind the first"
+            )
     except CheckpointError as error:
         found.errors.append(str(error))
     return found

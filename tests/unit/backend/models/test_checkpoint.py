@@ -144,6 +144,14 @@ def test_misfits_have_a_line_each(tmp_path: Path, head: TinyHead, target: TinyHe
     assert any(found.startswith(line) for found in lines), lines
 
 
+def test_a_head_that_was_trained_for_another_way_of_drafting_warns(tmp_path: Path) -> None:
+    head_dir, target_dir = pair(tmp_path, TinyHead())
+    path = Path(head_dir) / "model.safetensors"
+    save_file(load_file(path) | {"mask_hidden": torch.zeros(1, 3 * 32)}, path)
+    (line,) = check(head_dir, target_dir)
+    assert line.startswith("warning: it was trained to draft all tokens in one pass (P-EAGLE)")
+
+
 def test_numbers_that_are_none_are_refused_in_one_line(tmp_path: Path) -> None:
     head_dir, _ = pair(tmp_path, TinyHead())
     infinite = {"num_attention_heads": 4, "max_position_embeddings": float("inf")}
