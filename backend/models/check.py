@@ -216,9 +216,10 @@ def check_same_shapes(path: str, known: Mapping[str, Shape], tied: bool) -> None
 
 
 def is_tied(target_dir: str) -> bool:
-    """Whether the target's output matrix is its embedding."""
+    """Whether the target's output matrix is its embedding.  Gemma's configurations leave that to their class."""
     config = read_config(target_dir)
-    return bool(text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings")))
+    is_said = text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    return bool(is_said) or TensorFiles(target_dir).find(LM_HEAD) is None
 
 
 def needed(shapes: Mapping[str, Shape], tied: bool) -> dict[str, Shape]:
