@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
     environment.drop_outrider_variables()
     try:
         asyncio.run(train(given, fleet_settings(loaded, given.output), prompts, say))
-    except OutriderError as error:
+    except (OutriderError, OSError) as error:
         raise CommandError(str(error)) from error
 
 

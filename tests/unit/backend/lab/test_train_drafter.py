@@ -38,6 +38,12 @@ def test_prompts_are_text_tokens_or_messages_or_those_of_a_trace(tmp_path: Path)
             read_data(records)
 
 
+def test_an_output_that_cannot_be_made_is_named_in_one_line(tmp_path: Path) -> None:
+    data = write(tmp_path, {"prompt": "x"})
+    with pytest.raises(CommandError, match=f"File exists: '{data}'"):
+        main(["--data", str(data), "--output", str(data)], print)
+
+
 @pytest.mark.parametrize("row", [{}, {"prompt": ""}, {"prompt": 7}, {"messages": []}])
 def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object]) -> None:
     with pytest.raises(TraceError, match=r"data\.jsonl: row 2: neither"):
