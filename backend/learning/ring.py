@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import random
+import shutil
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +71,7 @@ class ReplayRing:
     """The ring's directory, for one writer and any number of readers."""
 
     def __init__(self, directory: Path, max_bytes: int, least_rows: int = 0) -> None:
-        """It may take more than `max_bytes` where `least_rows` rows need it."""
+        """It may take more than `max_bytes` where `least_rows` rows need it, but never more than it leaves free."""
         self._directory = directory
         self._max_bytes, self._least_rows = max_bytes, least_rows
         # Files hold clients' texts: nobody else may read them.
@@ -99,6 +100,8 @@ class ReplayRing:
     def _make_room(self, most: int) -> None:
         """Removes the oldest files until `most` bytes are left.  Held-out files of a comparison may keep half of that."""
         sizes = {each: self._path(each).stat().st_size for each in self.numbers()}
+        # Others need memory of this kind, too, and in containers there may be 64 MiB of it.
+        most = min(most, (sum(sizes.values()) + shutil.disk_usage(self._directory).free) // 2)
         spared = list(filter(is_held_out, sizes))[-EXAMINED:]
         while sum(sizes[each] for each in spared) > most / 2:
             spared.pop(0)

@@ -75,6 +75,19 @@ def test_a_small_ring_spares_enough_held_out_sequences_for_a_comparison(tmp_path
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= room
 
 
+def test_a_ring_leaves_as_much_memory_free_as_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken() -> int:
+        return sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Mock(free=20_000 - taken()))
+    ring = ReplayRing(tmp_path, 1 << 20, 1 << 20)
+    for number in range(1, 60):
+        ring.write(number, replay())
+        assert taken() <= 10_000
+    assert ring.numbers()[-1] == 59
+    assert taken() > 9_000
+
+
 def test_a_killed_writer_leaves_nothing_that_a_reader_takes_for_a_sequence(tmp_path: Path) -> None:
     ring = ReplayRing(tmp_path, 1 << 20)
     ring.write(ring.open_for_writing(), replay())
