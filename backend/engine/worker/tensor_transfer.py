@@ -132,8 +132,10 @@ def read_rows(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks
 
 def _find(model: nn.Module, name: TargetTensor) -> Tensor | None:
     """The parameter with the shortest name that ends in `name`; adapters wrap the layers they change."""
+    # Other modules have norms, too, Qwen3-VL's vision tower for one.
+    suffix = "model.norm.weight" if name == "norm.weight" else name
     found = {each.replace(".base_layer.", "."): tensor for each, tensor in model.named_parameters()}
-    wanted = [each for each in found if each == name or each.endswith(f".{name}")]
+    wanted = [each for each in found if each == suffix or each.endswith(f".{suffix}")]
     if wanted:
         return found[min(wanted, key=len)]
     return _find(model, LENT[name]) if name in LENT else None

@@ -101,9 +101,10 @@ def module(**parts: nn.Module | torch.Tensor) -> nn.Module:
 def test_rows_of_a_target() -> None:
     """A vector is the first rank's, a tied output matrix the embedding, what is being exchanged unreadable."""
     embedding = torch.arange(8).float().view(4, 2)
-    # An adapter wraps its embedding, and a layer has a norm, too.
+    # An adapter wraps its embedding, and other modules have norms, too.
     wrapped, norm, inner = (module(weight=each) for each in (embedding, torch.arange(2.0), torch.zeros(3)))
     tied = module(model=module(embed_tokens=module(base_layer=wrapped), norm=norm, layer=module(norm=inner)))
+    tied = module(language_model=tied, visual=module(norm=module(weight=torch.zeros(3))))
     norms = [tensor_transfer.read_rows(tied, "norm.weight", 0, rank, 2) for rank in range(3)]
     assert [len(each[1]) for each in norms if each] == [8, 0, 0]
     assert all(each and each[0] == Part("norm.weight", 0, 1, 1, 2, "float32") for each in norms)
