@@ -259,5 +259,7 @@ def _lock(directory: Path) -> IO[str]:
 
 def ring_of(directory: Path) -> Path:
     """The replay ring of a learner's directory: in shared memory, found again after a crash, and private to this user."""
-    name = f"outrider-ring-{os.getuid()}-{hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]}"
+    # Containers may share this memory, and have other directories at one path.
+    place = f"{directory.resolve()} {directory.stat().st_ino}"
+    name = f"outrider-ring-{os.getuid()}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
     return SHARED_MEMORY / name if os.access(SHARED_MEMORY, os.W_OK) else directory / "ring"

@@ -252,6 +252,16 @@ def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
     assert not ring_of(tmp_path / "drafter-0").exists()
 
 
+def test_directories_at_one_path_in_two_containers_have_two_rings(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    first = ring_of(own)
+    assert ring_of(own / ".." / "own") == first
+    own.rename(tmp_path / "other")
+    own.mkdir()
+    assert ring_of(own) != first
+
+
 def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *reports: list[News] | None) -> list[subprocess.Popen[bytes]]:
     """Processes that say this and end, one after the other; the last ends with its input.  None: it cannot be started.
 
