@@ -272,7 +272,8 @@ def _initial_head(target: Path, settings: Settings) -> Path:
 def missing_weights(directory: Path) -> str | None:
     """Which of a checkpoint's weights are missing, in words; None: all are there."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if not (directory / index).is_file():
+        # Pickles are not read where there are safetensors, which may be one file without an index.
+        if not (directory / index).is_file() or (index.startswith("pytorch") and any(directory.glob("*.safetensors"))):
             continue
         shards = sorted(set(_read(directory, "weights", index).get("weight_map", {}).values()))
         absent = [shard for shard in shards if not (directory / shard).is_file()]

@@ -73,6 +73,12 @@ def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: st
     assert str(directory) in error
 
 
+def test_pickles_may_be_missing_where_there_are_safetensors(tmp_path: Path) -> None:
+    directory = target(tmp_path / "m")
+    (directory / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-00001-of-00002.bin"}}')
+    assert resolve(settings(model=str(directory), mode="off"), quiet).target_dir == str(directory)
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
