@@ -127,6 +127,9 @@ def rope_of(config: Mapping[str, Any], theta: float = 10000.0) -> Rope:
     """Rotary parameters of a transformers configuration, under its older or newer keys.  `theta`: the base if it names none."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind == "llama3":
+        # As in transformers.
+        scaling = {"original_max_position_embeddings": config.get("max_position_embeddings")} | scaling
     return Rope(float(scaling.get("rope_theta") or config.get("rope_theta") or theta), kind, dict(scaling))
 
 

@@ -152,6 +152,12 @@ def test_a_head_that_was_trained_for_another_way_of_drafting_warns(tmp_path: Pat
     assert line.startswith("warning: it was trained to draft all tokens in one pass (P-EAGLE)")
 
 
+def test_a_stretched_rotation_begins_at_the_longest_position_unless_another_is_named(tmp_path: Path) -> None:
+    head = TinyHead(rope={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0})
+    assert make_proposer(tmp_path, head).max_position == 512
+    assert load_config(str(tmp_path / "head")).rope.scaling["original_max_position_embeddings"] == 512
+
+
 def test_numbers_that_are_none_are_refused_in_one_line(tmp_path: Path) -> None:
     head_dir, _ = pair(tmp_path, TinyHead())
     infinite = {"num_attention_heads": 4, "max_position_embeddings": float("inf")}
@@ -170,16 +176,19 @@ def test_misfits_of_the_configuration(tmp_path: Path) -> None:
     edit(head_dir, rope_theta=1e4, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})
     (line,) = find_misfits(head_dir, target_dir).warnings
     assert line.startswith("feature layers: 1, 3, 4 are read as the inputs of these layers, as in vLLM; if ")
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    lengths = {"original_max_position_embeddings": 64}
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, **lengths}
     edit(head_dir, rope_theta=1e4, rope_scaling=scaling, eagle_config=None)
     assert find_misfits(head_dir, target_dir).warnings == [
-        "rope scaling: the head says llama3 factor=8 low_freq_factor=1, the target default; acceptance may drop"
+        "rope scaling: the head says llama3 factor=8 low_freq_factor=1 original_max_position_embeddings=64, "
+        "the target default; acceptance may drop"
     ]
     edit(target_dir, rope_parameters={"rope_theta": 1e4, **scaling, "attention_bias": None})
     assert find_misfits(head_dir, target_dir).warnings == []
     edit(head_dir, rope_scaling={"type": "linear", "factor": 4})
     assert find_misfits(head_dir, target_dir).warnings == [
-        "rope scaling: the head says linear factor=4, the target llama3 factor=8 low_freq_factor=1; acceptance may drop"
+        "rope scaling: the head says linear factor=4, the target llama3 factor=8 low_freq_factor=1 "
+        "original_max_position_embeddings=64; acceptance may drop"
     ]
     edit(target_dir, rope_parameters=None)
     edit(head_dir, draft_vocab_size=99)
