@@ -77,7 +77,7 @@ def running() -> list[FleetFile]:
     for file in sorted(home().glob("fleet-*.json")):
         try:
             fleet = msgspec.json.decode(file.read_bytes(), type=FleetFile)
-        except (msgspec.MsgspecError, OSError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, OSError):
             continue
         if _alive(fleet.pid):
             found.append(fleet)

@@ -1,5 +1,6 @@
 """Members that start together, one that is added, and a fleet that joins a cluster."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 from backend.config import Settings
 from backend.config.sources import load
-from backend.launch import fleet
+from backend.launch import fleet, state
 from backend.launch.cluster import RayCluster
 from backend.launch.fleet import LaunchedFleet, _plan_for
 from backend.launch.plan import Hardware, LaunchError, MemberPlan, plan
@@ -97,6 +98,15 @@ def test_the_program_that_started_it_is_told_once_it_serves(monkeypatch: pytest.
     assert not ready.exists()
     served.announce("http://127.0.0.1:8000")
     assert ready.read_text() == "http://127.0.0.1:8000"
+
+
+def test_a_damaged_file_hides_no_other_fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(state, "home", lambda: tmp_path)
+    mine = state.FleetFile(os.getpid(), "mine", "a", "", [])
+    state.write(mine)
+    for number, damaged in enumerate((b"", b'{"pid": 1', b'{"pid": 1, "namespace": "\xff"}')):
+        (tmp_path / f"fleet-{number}.json").write_bytes(damaged)
+    assert state.running() == [mine]
 
 
 def planned(cpus: float, gpus: float = 0.0, **changes: Any) -> Any:
