@@ -131,7 +131,7 @@ def _check_parts(data: Mapping[str, Any]) -> None:
     if isinstance(prompt, list):
         # Checked here, because pydantic would report every wrong entry of a long list.
         kinds = set(map(type, prompt))
-        if len(kinds) > 1 or (list in kinds and any(set(map(type, each)) - {int} for each in prompt)):
+        if kinds not in (set(), {int}, {str}) and (kinds != {list} or any(set(map(type, each)) - {int} for each in prompt)):
             raise BadRequest("`prompt` must be text, token ids, or a list of either.", param="prompt")
         if kinds & {str, list} and not all(prompt):
             raise BadRequest("`prompt` must not contain an empty prompt.", param="prompt")

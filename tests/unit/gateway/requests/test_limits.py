@@ -67,6 +67,13 @@ def test_everything_counts_wherever_it_stands():
     assert [count_prompts(each) for each in ("a", [1, 2], ["a", "b"], [[1], [2], [3]], None, [])] == [1, 1, 2, 3, 1, 1]
 
 
+@pytest.mark.parametrize("prompt", [[True], [[1], [True]], [1, "a"], [1.5], [None]])
+def test_a_prompt_is_text_token_ids_or_a_list_of_either(prompt: list[Any]) -> None:
+    assert refused(check_bounds, {"prompt": prompt}).message == "`prompt` must be text, token ids, or a list of either."
+    for fits in ([1, 2], ["a", "b"], [[1], [2]]):
+        check_bounds({"prompt": fits})
+
+
 def test_text_is_bounded_by_the_context_each_prompt_by_itself():
     check_text({"prompt": ["x" * MIN_TEXT] * 3}, 256)
     check_text({"prompt": "x" * 800_000}, 100_000)
