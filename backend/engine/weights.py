@@ -62,6 +62,8 @@ class WeightControl:
         """Gets the outputs of steps under way at a pause, and the ends of requests that it aborts."""
         self.on_renewed: Callable[[], None] = lambda: None
         """Called when other weights have been loaded."""
+        self.on_reading: Callable[[], None] = lambda: None
+        """Called before an adapter is read, which may take long from a slow disk."""
         self._adapters_read: set[int] = set()
         """Numbers of adapters that may have computed what is cached."""
         self._draining: Future[None] | None = None
@@ -274,6 +276,7 @@ class WeightControl:
     def add_lora(self, adapter: LoRARequest) -> bool:
         """Loads an adapter; if in place of one of its name and directory, discards what that one has computed."""
         again = adapter.load_inplace and adapter.lora_int_id in self._adapters_read
+        self.on_reading()
         added = bool(self._core.add_lora(adapter))
         self._adapters_read.add(adapter.lora_int_id)
         if again:

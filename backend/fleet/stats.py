@@ -139,7 +139,7 @@ class VerifierStats(msgspec.Struct):
     """Sequences waiting to enter the batch."""
     weights: Weights = Weights()
     paused: bool = False
-    """Whether it sleeps, or its weights are being exchanged: requests and answers to pings wait."""
+    """Whether it sleeps, or weights or an adapter are being loaded: requests and answers to pings wait."""
     tokens_in_flight: Annotated[int, Metric("outrider_verifier_tokens_in_flight")] = 0
     """Tokens of running and waiting sequences."""
     kv_usage: Annotated[float, Metric("outrider_verifier_kv_cache_usage")] = 0.0

@@ -177,6 +177,8 @@ class VerifierProcess:
             gateways.send_stats(stats)
 
         weights.on_changed = changed
+        # Who is paused is not taken for dead.  The next report, after the adapter, says how it is.
+        weights.on_reading = lambda: gateways.send_stats(msgspec.structs.replace(stats, paused=True))
         if links is not None:
             weights.on_renewed = lambda: links.renew(weights.loaded)
         return EngineLoop(core, hub, gateways, links, weights, files)

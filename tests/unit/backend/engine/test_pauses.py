@@ -174,10 +174,11 @@ def test_an_adapter_in_use_is_not_removed(core: Core, control: WeightControl) ->
 
 def test_a_new_requests_adapter_is_read_when_that_is_possible(core: Core, control: WeightControl) -> None:
     core.unreadable = {2}
+    control.on_reading = lambda: core.log.append("reading")
     with pytest.raises(OSError, match="gone"):
         control.read_adapter(asked("x", 2).lora_request)
     core.model_executor.sleeping_tags = frozenset({"weights"})
     control.read_adapter(asked("x", 2).lora_request)
     core.model_executor.sleeping_tags, core.loras = frozenset(), {2}
     control.read_adapter(asked("x", 2).lora_request)
-    assert core.log == ["adapter 2"]
+    assert core.log == ["reading", "adapter 2"]
