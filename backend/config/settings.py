@@ -135,6 +135,13 @@ class GatewaySettings(Section):
         return value
 
 
+_OWN_SETTINGS = {
+    "max_num_seqs": "verifier.max_num_seqs",
+    "model": "model",
+    "tensor_parallel_size": "verifier.tensor_parallel",
+}
+
+
 class VerifierSettings(Section):
     """A verifier replica: vLLM and the way it waits for drafts."""
 
@@ -164,6 +171,15 @@ class VerifierSettings(Section):
         default_factory=dict,
         description="further vLLM engine arguments, by their names, as max_model_len; of a dictionary what differs",
     )
+
+    @field_validator("engine_args")
+    @classmethod
+    def _not_settings(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Refuses arguments that have settings of their own: launcher and gateways go by these."""
+        for argument, setting in _OWN_SETTINGS.items():
+            if argument in value:
+                raise ValueError(f"{argument} is the setting {setting}")
+        return value
 
 
 class DraftingSettings(Section):

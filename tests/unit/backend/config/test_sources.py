@@ -90,6 +90,7 @@ def test_a_wrong_flag_or_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, a
         ("mode: !!int x", "not YAML: invalid literal for int"),
         ("mode: 2026-02-31", "mode: input should be "),
         ("verifier: {engine_args: 3}", "verifier.engine_args: input should be a valid dictionary, not 3"),
+        ("verifier: {engine_args: {max_num_seqs: 9}}", "value error, max_num_seqs is the setting verifier.max_num_seqs"),
         ("gateway: {api_key: [hush]}", "gateway.api_key: input should be a valid string"),
     ],
 )

@@ -73,7 +73,7 @@ def test_native_refuses_a_dspark_head_where_vllms_v2_runner_does_not_run(
 
 
 def test_other_arguments_take_the_place_of_ours_of_any_dictionary_only_what_is_said_and_unknown_ones_are_named() -> None:
-    ours, theirs = arguments(), {"block_size": 32, "max_num_seqs": 7, "kv_cache_memory_bytes": 1 << 20}
+    ours, theirs = arguments(), {"block_size": 32, "max_num_batched_tokens": 7, "kv_cache_memory_bytes": 1 << 20}
     drafting, own = ours["speculative_config"], ours["additional_config"]["outrider"]
     assert (drafting["method"], drafting["num_speculative_tokens"]) == ("eagle3", 3)
     assert (ours["kv_cache_memory_bytes"], own["ahead_outcomes"]) == (256 << 20, AHEAD_OUTCOMES)
@@ -111,23 +111,21 @@ def test_fixed_responses_need_the_v1_runner_and_synchronous_scheduling(
 
 
 @pytest.mark.parametrize(
-    ("mode", "engine_args", "captured"),
+    ("mode", "verifier", "captured"),
     [
         ("auto", {}, 576),
         ("auto", {"max_num_seqs": 58}, 528),
         ("auto", {"max_num_seqs": 56}, None),
         ("auto", {"max_num_seqs": 256}, 1024),
-        ("auto", {"cudagraph_capture_sizes": [1, 8]}, None),
-        ("auto", {"compilation_config": {"max_cudagraph_capture_size": 64}}, None),
+        ("auto", {"engine_args": {"cudagraph_capture_sizes": [1, 8]}}, None),
+        ("auto", {"engine_args": {"compilation_config": {"max_cudagraph_capture_size": 64}}}, None),
         ("native", {}, None),
     ],
 )
 def test_full_steps_are_captured_unless_vllm_captures_them_or_people_name_sizes(
-    mode: str, engine_args: dict[str, object], captured: int | None, monkeypatch: pytest.MonkeyPatch
+    mode: str, verifier: dict[str, object], captured: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings.model_validate(
-        {"mode": mode, "num_speculative_tokens": 8, "verifier": {"max_num_seqs": 64, "engine_args": engine_args}}
-    )
+    settings = Settings.model_validate({"mode": mode, "num_speculative_tokens": 8, "verifier": {"max_num_seqs": 64} | verifier})
     for is_cpu, is_blackwell in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(type(current_platform), "is_cpu", lambda self, is_cpu=is_cpu: is_cpu)
         monkeypatch.setattr(type(current_platform), "is_device_capability_family", lambda self, _, is_=is_blackwell: is_)
