@@ -46,7 +46,8 @@ async def operation(request: Request, operation_id: int) -> Response:
     for each in fleet.operations:
         if each.id == operation_id:
             return as_json(each)
-    raise NotFound(f"There is no operation {operation_id}.")
+    why = "it ended long ago, or was forgotten when the coordinator restarted"
+    raise NotFound(f"There is no operation {operation_id}: {why}.")
 
 
 @router.post("/admin/reload", **described(gives=shape("changed", "needs_restart", "keys"), right=Right.ADMINISTER))
