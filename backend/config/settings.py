@@ -21,9 +21,9 @@ MAX_NUM_BATCHED_TOKENS = 2048
 
 
 class Section(BaseModel):
-    """A part of the settings; unknown keys are errors."""
+    """A part of the settings; unknown keys are errors, and so is infinity, which JSON cannot hold."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def check_resources(resources: dict[str, float]) -> dict[str, float]:

@@ -65,6 +65,7 @@ def test_values_of_every_shape_short_flags_and_a_file_named_by_the_environment(
         (["serve-me"], "unexpected argument 'serve-me': settings are given as --name value"),
         (["--port"], "argument --port/--gateway-port: expected one argument"),
         (["--port", "70000"], "--gateway-port: input should be less than or equal to 65535, not '70000'"),
+        (["--gateway-queue-wait-s", "inf"], "--gateway-queue-wait-s: input should be a finite number, not 'inf'"),
         (["--mode", "fast"], "--mode: input should be 'off', 'native', 'sync', 'ahead' or 'auto', not 'fast'"),
         (["--verifier-engine-args", "{"], "--verifier-engine-args: expected JSON"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read: No such file"),
