@@ -81,7 +81,10 @@ async def is_paused(request: Request, verifier: str | None = None) -> Response:
 
 @router.post("/sleep", **described(gives=shape("verifiers"), right=Right.ADMINISTER))
 async def sleep(
-    request: Request, level: int = 1, mode: Literal["abort", "keep"] = "abort", verifier: str | None = None
+    request: Request,
+    level: Annotated[int, Query(ge=0, le=2)] = 1,
+    mode: Literal["abort", "keep"] = "abort",
+    verifier: str | None = None,
 ) -> Response:
     """Frees the device's memory (level 1 or 2), or only pauses (0)."""
     return _answer(await _hold(gateway_of(request), verifier, True, "sleep", level, mode), status="sleeping", level=level)

@@ -81,6 +81,8 @@ async def test_a_verifier_that_was_away_when_the_pause_ended_goes_on():
 async def test_a_sleep_is_a_pause_unless_it_is_refused(running: Running):
     before = running.core.pauses
     assert (await post(running, "/pause", 400, params={"mode": "never"}))["error"]["param"] == "mode"
+    for level in (-1, 3, 1 << 70):
+        assert (await post(running, "/sleep", 400, params={"level": level}))["error"]["param"] == "level"
     for nobody in ("nobody", ""):
         await post(running, "/pause", 404, params={"verifier": nobody})
     assert running.core.pauses == before
