@@ -98,9 +98,9 @@ class Peers:
         answers = await self.ask("ready", timeout_s=READY_TIMEOUT_S)
         return len(answers) == len(self._others) and all(answers.values())
 
-    async def tell(self, failed: str, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S) -> None:
+    async def tell(self, failed: str, call: str, *arguments: Any) -> None:
         """Makes a call in all other processes, and logs which of them `failed`."""
-        done = await self.ask(call, *arguments, timeout_s=timeout_s)
+        done = await self.ask(call, *arguments)
         if behind := [str(number) for number in self._others if number not in done]:
             logger.error("gateway processes that %s: %s", failed, ", ".join(behind))
 

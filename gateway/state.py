@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from backend.config import Settings
+from backend.engine.front import LoRARequest
 from backend.engine.front.client import FleetClient
 from backend.engine.front.serving import Services
 from backend.tracing import Tracing
@@ -48,6 +51,11 @@ class Gateway:
     """Bytes on disk of files that are not stored yet."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Bounds the texts that are tokenized, other than prompts, which use the same threads and would wait behind them."""
+
+    def take_adapters(self, adapters: list[Any]) -> None:
+        """Takes in the adapters of another process on this port, which has had the verifiers read them."""
+        for each in msgspec.convert(adapters, list[LoRARequest]):
+            self.services.models.lora_requests[each.lora_name] = each
 
     def abort(self, request_ids: list[str] | None, verifier: str | None = None) -> dict[str, list[list[int]]]:
         """Ends requests, all or those that answers or `X-Request-Id` name so; the tokens of each one's sequences, by its id.

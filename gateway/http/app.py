@@ -12,7 +12,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from backend.engine.front import LoadLoRAAdapterRequest
 from gateway.auth.access import Access
 from gateway.fleet.balancing import keep_balanced
 from gateway.fleet.pauses import Pauses
@@ -60,11 +59,8 @@ def build_app(gateway: Gateway) -> FastAPI:
         gateway.client.start()
         balancing = asyncio.create_task(keep_balanced(core, gateway.settings))
         await gateway.quotas.start()
-        models = gateway.services.models
-        await models.init_static_loras()
-        for name, path in max((await peers.ask("adapters")).values(), key=len, default={}).items():
-            if name not in models.lora_requests:
-                await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
+        await gateway.services.models.init_static_loras()
+        gateway.take_adapters(max((await peers.ask("adapters")).values(), key=len, default=[]))
         gateway.batches.start(app, gateway)
         try:
             yield

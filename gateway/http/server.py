@@ -20,7 +20,7 @@ import uvicorn
 import uvloop
 
 from backend.config import Settings
-from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from backend.engine.front import UnloadLoRAAdapterRequest
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
@@ -95,13 +95,13 @@ def peer_calls(gateway: Gateway) -> Calls:
 
     return {
         "abort": gateway.abort,
-        "adapters": lambda: {each.lora_name: each.lora_path for each in models.lora_requests.values()},
+        "adapters": lambda: msgspec.to_builtins(list(models.lora_requests.values())),
         "hear_of_pauses": hear_of_pauses,
-        "load": lambda adapter: models.load_lora_adapter(LoadLoRAAdapterRequest(**adapter)),
         "metrics": partial(families_of, gateway),
         "pauses": lambda: core.pauses,
         "ready": lambda: gateway.client.ready and not core.draining,
         "reload": lambda rules: apply_rules(gateway, NewRules.model_validate(rules)),
+        "take_adapters": gateway.take_adapters,
         "unload": lambda adapter: models.unload_lora_adapter(UnloadLoRAAdapterRequest(**adapter)),
         "update_number": core.weights.next_number,
     }

@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pydantic
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -19,9 +20,6 @@ from gateway.routes.lists import page_of
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
-
-ADAPTER_TIMEOUT_S = 30.0
-"""Seconds in which other processes on the port must have done the same.  One that is being started asks for adapters itself."""
 
 
 @router.get("/v1/models", **described(gives=LIST, right=Right.KEY))
@@ -82,7 +80,8 @@ async def load_adapter(request: Request) -> Response:
     if known is not None and known.lora_path == body.lora_path:
         # Verifiers have discarded what the earlier one computed.
         gateway.client.core.choosing.emptied(gateway.client.core.links)
-    await gateway.peers.tell(f"did not load {body.lora_name}", "load", body.model_dump(), timeout_s=ADAPTER_TIMEOUT_S)
+    loaded = msgspec.to_builtins([gateway.services.models.lora_requests[body.lora_name]])
+    await gateway.peers.tell(f"did not load {body.lora_name}", "take_adapters", loaded)
     return answer
 
 
@@ -92,7 +91,7 @@ async def unload_adapter(request: Request) -> Response:
     """Unloads a LoRA adapter.  For administrators."""
     body, gateway = await _adapter(request, vllm.UnloadLoRAAdapterRequest), gateway_of(request)
     answer = _checked_answer(await gateway.services.models.unload_lora_adapter(body))
-    await gateway.peers.tell(f"did not unload {body.lora_name}", "unload", body.model_dump(), timeout_s=ADAPTER_TIMEOUT_S)
+    await gateway.peers.tell(f"did not unload {body.lora_name}", "unload", body.model_dump())
     return answer
 
 

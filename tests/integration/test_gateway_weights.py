@@ -1,6 +1,7 @@
 """What a trainer asks of the fleet, in front of fake verifiers: pauses that last, updates that fail, several processes."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,3 +256,27 @@ async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp
     finally:
         for each in peers:
             await each.close(1.0)
+
+
+async def test_verifiers_read_an_adapter_once_however_many_processes_there_are(tmp_path: Path):
+    """Another reading in its place would discard what they have cached, and stop them meanwhile."""
+    async with AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(running_gateway(peers=Peers(tmp_path, number, 2), adapters_loadable=True))
+            for number in range(2)
+        ]
+        loaded = {"lora_name": "sql", "lora_path": "/adapters/sql", "is_3d_lora_weight": True}
+        for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            await post(processes[0], path, json=loaded)
+        first, second = (each.server.gateway.services.models.lora_requests for each in processes)
+        assert second == first
+        assert second["sql"].is_3d_lora_weight
+        assert ([name for name, _ in processes[0].verifier.utilities], processes[1].verifier.utilities) == (
+            ["add_lora"] * 2,
+            [],
+        )
+        processes[1].server.gateway.services.models.lora_requests.clear()
+        # As a process that is started asks.
+        (answer,) = (await processes[1].server.gateway.peers.ask("adapters")).values()
+        processes[1].server.gateway.take_adapters(answer)
+        assert second == first

@@ -117,6 +117,7 @@ async def running_gateway(
     read_settings: Any = None,
     peers: Peers | None = None,
     engine_args: dict[str, Any] | None = None,
+    adapters_loadable: bool = False,
     **gateway: Any,
 ) -> AsyncIterator[Running]:
     """A gateway with `gateway` settings and `verifiers` connected fake verifiers, each of which runs `slots` sequences."""
@@ -124,7 +125,7 @@ async def running_gateway(
         fakes = [FakeVerifier(Path(folder), f"verifier-{index}").start() for index in range(verifiers)]
         directory = StaticDirectory([fake.member for fake in fakes])
         gateway = {"port": 0, "state_dir": folder, **gateway}
-        verifier = {"max_num_seqs": slots, "engine_args": engine_args or {}}
+        verifier = {"max_num_seqs": slots, "engine_args": engine_args or {}, "adapters_loadable": adapters_loadable}
         sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": verifier}
         settings = Settings.model_validate({"mode": mode, **sections})
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings, peers=peers)

@@ -33,6 +33,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizerInfoResponse,
 )
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
