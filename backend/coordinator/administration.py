@@ -114,8 +114,9 @@ class Administration:
     def _resume(self, command: Resume, fleet: FleetSnapshot, now: float) -> Done:
         view = _member(fleet, command.member)
         effects = [f"{command.member} takes work again"] if view.drain is not None else []
-        if effects and not command.dry_run:
+        if effects:
             self._check_idle([command.member])
+        if not command.dry_run:
             self._policy.resume(command.member, now)
         return self._done_answer(effects, now)
 

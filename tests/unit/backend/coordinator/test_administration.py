@@ -167,6 +167,9 @@ def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() ->
     # When asked again, it is the same operation; something else with the same member has to wait.
     assert admin.submit(Remove(member="d0"), 0.0) == Done(first.version, [], first.operation)
     assert reason(admin.submit(SwapDrafter(drafter="d0", path="/head"), 0.0)) == "conflict"
+    admin.submit(Drain(member="d0"), 0.0)
+    for dry_run in (True, False):
+        assert reason(admin.submit(Resume(member="d0", dry_run=dry_run), 0.0)) == "conflict"
     admin.submit(Add(kind="drafter"), 0.0)
     work = admin.next_operation()
     assert work is not None
