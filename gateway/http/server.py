@@ -217,7 +217,11 @@ class GatewayServer:
         while not (self.gateway.client.ready and await self._peers.ready()):
             await asyncio.sleep(LOOK_S)
         if self._on_ready is not None:
-            self._on_ready(self.url)
+            try:
+                self._on_ready(self.url)
+            except OSError as error:
+                # For example, the disk is full, or the program that reads our output has ended.
+                logger.error("the gateway serves, but cannot say so: %s", error)
 
     async def _drain(self) -> None:
         await self._stopping.wait()

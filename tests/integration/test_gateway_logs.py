@@ -7,13 +7,14 @@ import logging
 import subprocess
 import sys
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 
 from backend.config.logs import formatter
 from tests.support.collector import Collector
 from tests.support.fake_verifier import eventually, gated
-from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
 
 
 def lines(caplog):
@@ -188,3 +189,9 @@ async def test_one_request_is_one_trace(collector):
 async def test_off_takes_no_notice_of_contexts(running):
     assert (await running.http.post("/v1/completions", json=COMPLETION, headers=PARENT)).status_code == 200
     assert running.verifier.sequences[0].request.trace_headers is None
+
+
+async def test_a_gateway_that_cannot_say_that_it_serves_logs_why(running: Running, caplog: pytest.LogCaptureFixture):
+    running.server._on_ready = Mock(side_effect=OSError("the disk is full"))
+    await running.server._announce()
+    assert "the gateway serves, but cannot say so: the disk is full" in caplog.text
