@@ -192,12 +192,26 @@ def read_variables(variables: Mapping[str, str]) -> dict[KeyPath, Given]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Dates are text: no setting is one, and lm-format-enforcer, once imported, changes how PyYAML reads dates everywhere."""
+    """Refuses a key that is there twice, as YAML does; PyYAML forgets the first one.
+
+    Dates are text: no setting is one, and lm-format-enforcer, once imported, changes how PyYAML reads dates everywhere.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        names: list[Any] = []
+        for key, _ in node.value:
+            if key.value in names:
+                # A mark would show a piece of the file.
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} is there twice (line {key.start_mark.line + 1})"
+                )
+            names.append(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml_text(text: str) -> object:

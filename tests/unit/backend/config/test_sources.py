@@ -88,6 +88,7 @@ def test_a_wrong_flag_or_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, a
         ("gateway: 3", "gateway: expected a mapping of settings"),
         ("- 1", "expected a mapping of settings"),
         ("a: [", "not YAML"),
+        ("gateway:\n  api_key: hush\n  port: 1\n  api_key: hush", "not YAML: api_key is there twice (line 4)"),
         ("mode: !!int x", "not YAML: invalid literal for int"),
         ("mode: 2026-02-31", "mode: input should be "),
         ("verifier: {engine_args: 3}", "verifier.engine_args: input should be a valid dictionary, not 3"),
