@@ -79,13 +79,6 @@ def test_a_draft_for_a_length_that_has_passed_is_not_verified() -> None:
     assert made.attach(["r"], 0, 100.22).tokens == {}
 
 
-def test_a_request_has_no_more_draft_tokens_than_there_is_room_for() -> None:
-    for limits, expected in (({"r": 1}, {"r": [8]}), ({"r": 0}, {}), (None, {"r": [8, 9]})):
-        made, _ = one()
-        made.arrived("d0", [Draft("r", 6, [8, 9], [8.0] * 4)], 1e-3, 100.21)
-        assert made.attach(["r"], 0, 100.22, limits=limits).tokens == expected
-
-
 def test_nothing_is_decided_by_what_a_sampled_draft_says_of_its_later_tokens() -> None:
     """Before it is verified; then what was read of it counts."""
     promised = set()

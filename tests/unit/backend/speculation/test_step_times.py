@@ -43,14 +43,6 @@ def test_a_row_is_what_the_curve_says_of_each(measured: list[tuple[int, float]],
     assert np.subtract(row[1:], row[1:2]) == pytest.approx(differences, abs=1e-9)
 
 
-def test_prompts_in_a_step_do_not_make_unlikely_tokens_pay() -> None:
-    times, rows = StepTimes(), [survivals([0.6] * 4)] * 16
-    for tokens in (16, 32, 64, 128, 256) * 20:
-        times.observe(tokens, affine(tokens))
-    alone, with_prompts = (spend(rows, times.row(16, 66, prefill)).tokens for prefill in (0, 128))
-    assert 0 < with_prompts <= alone
-
-
 def test_steps_of_long_ago_keep_their_relation_to_the_present_ones() -> None:
     times = StepTimes()
     for tokens in (4, 16, 64) * 30:
