@@ -56,9 +56,6 @@ class World:
     def monotonic(self) -> float:
         return self.now
 
-    def time(self) -> float:
-        return self.now
-
     def time_ns(self) -> int:
         return int(self.now * 1e9)
 

@@ -260,20 +260,15 @@ def test_what_is_asked_for_wins(model):
     assert reasoning_parser("qwen3", folder) == "qwen3"
 
 
-def test_a_template_that_is_given_stands_for_the_models_own(model, tmp_path):
-    other = tmp_path / "other.jinja2"
-    other.write_text(TEMPLATE)
-    folder = model("llama", "plain")
-    assert tool_parser("auto", folder, TEMPLATE) == "hermes"
-    assert tool_parser("auto", folder, str(other)) == "hermes"
-
-
-def test_templates_in_files_and_lists_count(model, tmp_path):
+def test_templates_in_lists_and_files_count_and_one_that_is_given_stands_for_them(model, tmp_path):
     folder = model("llama", [{"name": "tool_use", "template": TEMPLATE}])
     assert tool_parser("auto", folder) == "hermes"
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_text("<|python_tag|>")
     assert tool_parser("auto", folder) == "llama3_json"
+    (tmp_path / "other.jinja2").write_text(TEMPLATE)
+    for template in (TEMPLATE, str(tmp_path / "other.jinja2")):
+        assert tool_parser("auto", folder, template) == "hermes"
 
 
 def test_vllm_has_every_parser_of_the_tables():

@@ -1,7 +1,6 @@
 """What is attached, asked for, waited for and learned, whatever drafters say and whenever they say it."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +21,6 @@ from tests.unit.backend.speculation.driven import (
     Drafter,
     Driven,
     K,
-    Turn,
     all_asks,
     one,
     sampled,
@@ -122,15 +120,15 @@ def test_a_drafter_is_not_as_slow_as_the_step_during_which_it_answers(began: flo
     assert made.hold(["r"], 0, 100.03) == pytest.approx(100.03 + draft_s)
 
 
-def settled(drafter: Drafter, steps: int = 200, **options: Any) -> tuple[Driven, list[Turn]]:
+def settled(drafter: Drafter) -> Driven:
     """Mode `auto`, after it has seen enough."""
-    driven = Driven(speculator("auto"), drafter, **options)
-    driven.run(steps)
-    return driven, driven.run(2 * PROBE_EVERY)
+    driven = Driven(speculator("auto"), drafter)
+    driven.run(200 + 2 * PROBE_EVERY)
+    return driven
 
 
 def test_a_useless_drafter_is_only_probed_and_never_waited_for() -> None:
-    driven, _ = settled(Drafter(0.02))
+    driven = settled(Drafter(0.02))
     assert driven.speculator.choice.ask == Ask.PLAIN
     driven.speculator.whole._floor = 0.9
     turns = driven.run(2 * PROBE_EVERY)
@@ -154,7 +152,7 @@ def test_nothing_is_missed_of_quiet_steps() -> None:
 
 
 def test_a_drafter_that_got_better_is_found_by_its_probes() -> None:
-    driven, _ = settled(Drafter(0.02))
+    driven = settled(Drafter(0.02))
     driven.drafter.right = 0.9
     driven.run(3 * PROBE_EVERY)
     assert driven.speculator.choice.ask != Ask.PLAIN
@@ -162,7 +160,7 @@ def test_a_drafter_that_got_better_is_found_by_its_probes() -> None:
 
 
 def test_a_drafter_that_falls_silent_is_soon_not_waited_for() -> None:
-    driven, _ = settled(Drafter(0.6, draft_s=2e-3))
+    driven = settled(Drafter(0.6, draft_s=2e-3))
     driven.drafter.silent = True
     driven.run(RECOGNISED)
     assert sum(turn.waited_s for turn in driven.run(100)) < 0.05 * 100 * 5e-3
@@ -299,7 +297,7 @@ def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> Non
 
 
 def test_steps_without_drafters_are_not_held_against_an_offer() -> None:
-    driven, _ = settled(Drafter(0.9))
+    driven = settled(Drafter(0.9))
     ask = driven.speculator.choice.ask
     driven.speculator.set_drafters({})
     driven.run(500)
