@@ -1,13 +1,9 @@
-"""Whole runs of the load test, Locust included, against a stub gateway; and vLLM's own benchmark client against ours."""
+"""Whole runs of the load test, Locust included, and vLLM's own benchmark client, against a gateway with fake verifiers."""
 
-import itertools
+import asyncio
 import json
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,70 +15,14 @@ from vllm.benchmarks.lib.endpoint_request_func import (
     async_request_openai_completions,
 )
 from vllm.benchmarks.serve import fetch_spec_decode_metrics, get_first_model_from_server
+from vllm.v1.engine import FinishReason
 
 from backend.fleet import DraftCounters, VerifierStats
 from loadtest.vllm_bench import main
-from tests.support.fake_verifier import eventually
-from tests.support.running_gateway import running_gateway
+from tests.support.fake_verifier import FakeVerifier, Sequence, eventually, silence, stall
+from tests.support.running_gateway import COMPLETION, Running, running_gateway
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def stream_of(*texts: str) -> list[bytes]:
-    """The events of a streamed completion, one piece each."""
-    chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "text": text, "finish_reason": "length" if text == texts[-1] else None}]} for text in texts
-    ]
-    chunks.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(texts)}})
-    return [*(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks), b"data: [DONE]\n\n"]
-
-
-class StubGateway:
-    """Has the routes that load tests use; answers every POST with `pieces`, one every `pause_s`.
-
-    Its metrics count two drafts, from two verifiers, and three accepted tokens for each answer.
-    """
-
-    def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0, status: int = 200) -> None:
-        answered = itertools.count(1)
-        drafts, accepted = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
-        documents = {"/v1/models": '{"data": [{"id": "stub"}]}', "/metrics": f"{accepted} 0\n"}
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def do_GET(self) -> None:
-                self._answer([documents[self.path].encode()], "text/plain")
-
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["content-length"]))
-                self._answer(pieces, "text/event-stream", pause_s, status)
-                n = next(answered)
-                documents["/metrics"] = f'{drafts}{{v="a"}} {n}\n{drafts}{{v="b"}} {n}\n{accepted} {3 * n}\n'
-
-            def _answer(self, parts: Sequence[bytes], kind: str, pause_s: float = 0.0, status: int = 200) -> None:
-                self.send_response(status)
-                self.send_header("content-type", kind)
-                self.send_header("retry-after", "1")
-                self.send_header("content-length", str(sum(map(len, parts))))
-                self.end_headers()
-                for part in parts:
-                    self.wfile.write(part)
-                    if pause_s:
-                        time.sleep(pause_s)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,22 +30,31 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def loaded(stub: StubGateway, results: Path, *arguments: str, status: int) -> Any:
-    """Loads the stub; returns the summary."""
-    try:
-        done = run("--host", stub.url, "--results", str(results), *arguments)
-    finally:
-        stub.close()
+async def loaded(running: Running, results: Path, *arguments: str, status: int) -> Any:
+    """Loads the gateway; returns the summary."""
+    done = await asyncio.to_thread(run, "--host", running.server.url, "--results", str(results), *arguments)
     assert done.returncode == status, done.stdout + done.stderr
     summary = (results / "summary.json").read_text()
     assert summary in done.stdout
     return json.loads(summary)
 
 
-def test_a_run_leaves_its_reports(tmp_path: Path) -> None:
-    stub = StubGateway(stream_of("a", "b", "c"), 0.02)
-    more = ("--scenario", "mixed", "--users", "2", "--duration", "2", "--slo", "acceptance_length=2.5")
-    summary = loaded(stub, tmp_path, *more, status=0)
+async def drafted(verifier: FakeVerifier, sequence: Sequence) -> None:
+    """Three tokens, one every 20 ms.  Every answer is counted with two drafts and three accepted tokens."""
+    answers = len(verifier.sequences)
+    counted = DraftCounters(drafts=2 * answers, accepted_tokens=3 * answers)
+    verifier.publish(VerifierStats(verifier.name, 1.0, "sync", 4, drafters={"drafter-0": counted}))
+    for token in (300, 301, 302):
+        await asyncio.sleep(0.02)
+        sequence.emit([token], FinishReason.LENGTH if token == 302 else None)
+
+
+async def test_a_run_leaves_its_reports(tmp_path: Path) -> None:
+    async with running_gateway(verifiers=2) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = drafted
+        more = ("--scenario", "mixed", "--prompt-tokens", "8", "--users", "2", "--duration", "2")
+        summary = await loaded(running, tmp_path, *more, "--slo", "acceptance_length=2.5", status=0)
     assert summary["passed"] is True
     assert (summary["users"], summary["slo"]["tgs_p50"], "leftover" in summary["slo"]) == (2, 5, False)
     figures = summary["figures"]
@@ -120,19 +69,24 @@ def test_a_run_leaves_its_reports(tmp_path: Path) -> None:
     assert all(kind in report for kind in ("TTFT", "TPOT", "TGS tok/s"))
 
 
-def test_what_an_overloaded_server_refuses_is_rejected_and_no_failure(tmp_path: Path) -> None:
-    stub = StubGateway([b'{"error": {"message": "secret", "code": "full"}}'], 0.01, status=429)
-    summary = loaded(stub, tmp_path, "--duration", "1", "--no-default-slo", "--slo", "failures=0", status=0)
+async def test_what_an_overloaded_server_refuses_is_rejected_and_no_failure(tmp_path: Path) -> None:
+    async with running_gateway(max_in_flight=1) as running:
+        running.verifier.behaviour = silence
+        running.begin()
+        await eventually(lambda: bool(running.verifier.sequences))
+        refused = await running.http.post("/v1/completions", json=COMPLETION)
+        summary = await loaded(running, tmp_path, "--duration", "1", "--no-default-slo", "--slo", "failures=0", status=0)
     assert summary["figures"]["rejected"] > 0
     report = (tmp_path / "report.html").read_text()
-    assert "rejected: 429 full" in report
-    assert "secret" not in report
+    assert "rejected: 429 rate_limit_exceeded" in report
+    assert refused.json()["error"]["message"] not in report
 
 
-def test_what_is_unanswered_at_the_end_is_a_failure_and_failures_gate(tmp_path: Path) -> None:
-    stub = StubGateway(stream_of("a", "b"), 30)
-    more = ("--users", "3", "--duration", "1", "--stop-timeout", "1", "--slo", "acceptance_length=2")
-    summary = loaded(stub, tmp_path, *more, status=1)
+async def test_what_is_unanswered_at_the_end_is_a_failure_and_failures_gate(tmp_path: Path) -> None:
+    async with running_gateway() as running:
+        running.verifier.behaviour = stall
+        more = ("--users", "3", "--duration", "1", "--stop-timeout", "1", "--slo", "acceptance_length=2")
+        summary = await loaded(running, tmp_path, *more, status=1)
     assert (summary["scenario"], summary["figures"]["requests"]) == ("chat", 0)
     assert 1 <= summary["figures"]["failures"] <= 3
     assert {
