@@ -5,14 +5,13 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-GO_ON, STAND_STILL = "go on", "stand still"
+STAND_STILL = "stand still"
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
     """Runs one `DrafterProcess` until the pipe closes; answers each message with its `Learning` counters.
 
-    An empty message only asks for them.  `STAND_STILL` stops the trainer, `GO_ON` lets it continue; a head directory stops it
-    and publishes that head.
+    An empty message only asks for them.  Any other stops the trainer; a head's directory also publishes that head.
     """
     from backend.config import DraftingSettings
     from backend.drafter.process import DrafterModel, DrafterProcess
@@ -31,8 +30,8 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
                 assert learning is not None
                 while learner._trainer is None:
                     time.sleep(0.01)
-                learner._trainer.send_signal(signal.SIGCONT if message == GO_ON else signal.SIGSTOP)
-                if message not in (GO_ON, STAND_STILL):
+                learner._trainer.send_signal(signal.SIGSTOP)
+                if message != STAND_STILL:
                     learner._news.put(
                         News(learning.steps, learning.training_s, learning.owed, learning.loss, published=message)
                     )

@@ -1,4 +1,4 @@
-"""A head that grows under a real verifier is taught, put in place and taken back while requests run, and no text changes."""
+"""A head under a real verifier is recorded for, put in place and taken back while requests run, and no text changes."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +16,7 @@ from backend.models.resolve import ResolvedModels, resolve
 from backend.models.writing import WEIGHTS, write_checkpoint
 from backend.wire.engine import RequestOptions
 from tests.support.processes import Drafter, Verifier, together
-from tests.support.run_drafter import GO_ON, STAND_STILL
+from tests.support.run_drafter import STAND_STILL
 
 pytestmark = pytest.mark.engine
 
@@ -49,10 +49,7 @@ class Traffic:
         self._turn = 0
 
     def until(self, what: str, more_than: float = 0) -> Learning:
-        """Until something has happened; every text is that of plain decoding.
-
-        The trainer has what time others leave; on a quiet machine this takes seconds.
-        """
+        """Until something has happened; every text is that of plain decoding."""
         while (getattr(found := learned(self.drafter), what) or 0) <= more_than:
             batch, params = prompts(self._turn), PARAMS if self._turn % 2 else GREEDY
             self._turn += 1
@@ -68,7 +65,7 @@ def traffic(directory: Path, paths: ResolvedModels, plain: Verifier) -> Iterator
     starts = partial(Drafter, directory, paths, gpus=0, cache_tokens=8192), partial(Verifier, directory, SETTINGS, paths)
     with together(*starts) as (drafter, drafted):
         drafted.set_drafters(drafter.ref)
-        # Only the campaign needs what it learns.
+        # `tests/integration/test_train_drafter.py` has one that goes on.
         learned(drafter, STAND_STILL)
         yield Traffic(plain, drafted, drafter)
 
@@ -98,14 +95,3 @@ def test_a_spoiled_head_is_taken_back(traffic: Traffic, paths: ResolvedModels) -
     learned(traffic.drafter, str(versions / "000900"))
     traffic.until("taken_back", before)
     assert not (versions / "000900").exists()
-
-
-@pytest.mark.campaign
-def test_a_head_grows(traffic: Traffic) -> None:
-    """The trainer takes the time that others leave: minutes, on a busy machine."""
-    learned(traffic.drafter, GO_ON)
-    grown = traffic.until("version")
-    assert grown.steps > 0
-    assert grown.candidate_length is not None
-    assert grown.present_length is not None
-    assert grown.candidate_length > grown.present_length
