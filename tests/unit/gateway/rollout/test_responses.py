@@ -74,31 +74,6 @@ async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
     assert row_of_request.tokens == kept
 
 
-async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
-    workers: Workers, front: OfflineProcessor, tokenizer: Tokenizer
-) -> None:
-    prompt, written = (
-        tokenizer.encode_prompt("def add(value, other):\n"),
-        tokenizer.encode_response("    return value + other\n\n\n"),
-    )
-    params = front.params(prompt, {"stop": ["other"], "max_tokens": 200})
-
-    async def begin(verifier: FakeVerifier, sequence: Sequence) -> None:
-        sequence.emit(written[:2])
-
-    verifier = workers.start("verifier-0", begin)
-
-    def drain_once_begun() -> None:
-        if any(record.emitted for record in workers.fleet.core.sequences):
-            verifier.sequences[0].emit(written[2:])
-            workers.states["verifier-0"] = "draining"
-
-    workers.on_look = drain_once_begun
-    finished = await play(workers, front, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)])
-    assert finished.responses[0].outputs[0].text == "    return value + "
-    assert [(left.reason, left.requests_resumed) for left in finished.deaths] == [("was drained", 0)]
-
-
 async def test_a_seed_makes_a_seed_of_every_free_response(workers: Workers, front: OfflineProcessor) -> None:
     verifier = workers.start("verifier-0", count_up)
     params = front.params([1, 2], {"max_tokens": 2})

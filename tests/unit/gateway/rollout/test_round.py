@@ -8,7 +8,6 @@ from vllm.v1.engine import FinishReason
 
 from backend.config.sources import CommandError, ConfigError
 from backend.engine.client import fixed_sampling
-from backend.records.kept import RowBatch
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.trace import Case
@@ -137,29 +136,6 @@ async def test_the_only_worker_comes_back(workers: Workers) -> None:
         steps = [row.step for row in rows]
         assert steps[0] == 0, "all that the first one had was the first step of its requests"
         assert 0 not in steps[steps.index(1) :], "steps of one worker never go back"
-
-
-async def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(workers: Workers) -> None:
-    async def keep_rows(verifier: FakeVerifier, sequence: Sequence) -> None:
-        await respond(verifier, sequence)
-        verifier.rows = RowBatch()
-
-    async def outlive_it(verifier: FakeVerifier, sequence: Sequence) -> None:
-        await eventually(lambda: "verifier-1" not in workers.verifiers)
-        await respond(verifier, sequence)
-
-    workers.start("verifier-0", outlive_it)
-    workers.start("verifier-1", keep_rows)
-
-    def die_once_done() -> None:
-        if "verifier-1" in workers.verifiers and workers.fleet.part("verifier-1").requests:
-            workers.kill("verifier-1")
-
-    workers.on_look = die_once_done
-    finished = await play(workers, window=1)
-    check(finished)
-    assert [len(part.requests) > 0 for part in finished.parts] == [True, True]
-    assert len(finished.deaths) == 1
 
 
 @pytest.mark.parametrize("stop_reason", [None, PAUSED])
