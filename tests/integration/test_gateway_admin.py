@@ -2,32 +2,27 @@
 
 import asyncio
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock, call
 
 import httpx
 import msgspec
 import pytest
 
 from backend.coordinator import CoordinatorUnavailable
-from backend.coordinator.commands import Answer, AnyCommand, Assign, CommandRefused, Done, Drain
+from backend.coordinator.commands import Answer, Assign, CommandRefused, Done, Drain
 from backend.fleet import Draining, FleetSnapshot, Operation
 from gateway.auth.access import FORWARDED
 from gateway.fleet.directory import Directory
 from tests.support.fake_verifier import count_up, eventually, stall
 from tests.support.running_gateway import COMPLETION, Running, events, refusal, running_gateway
 
+DONE = Done(8, ["done"])
 
-class Commands:
-    """Stands in for the coordinator: answers what the test says, and keeps what it was sent."""
 
-    def __init__(self, running: Running, answer: Answer | None = None) -> None:
-        self.taken: list[AnyCommand] = []
-        self.answer: Answer = answer or Done(8, ["done"])
-        running.directory.submit = self.submit  # type: ignore[method-assign]
-
-    async def submit(self, command: AnyCommand) -> Answer:
-        self.taken.append(command)
-        return self.answer
+def coordinator(running: Running, answer: Answer = DONE) -> AsyncMock:
+    """Answers every command of the test with this."""
+    running.directory.submit = submit = AsyncMock(return_value=answer)  # type: ignore[method-assign]
+    return submit
 
 
 async def post(running: Running, name: str, body: Any = None, **headers: str) -> httpx.Response:
@@ -35,18 +30,18 @@ async def post(running: Running, name: str, body: Any = None, **headers: str) ->
 
 
 async def test_commands_reach_the_coordinator_and_its_answers_the_client(running: Running):
-    commands = Commands(running)
+    submit = coordinator(running)
     answer = await post(running, "drain", {"member": "verifier-0", "deadline_s": 2.5, "if_version": 7, "dry_run": True})
     assert answer.status_code == 200
     assert answer.json() == {"version": 8, "dry_run": True, "effects": ["done"], "operation": None}
-    commands.answer = Done(9, ["later"], 4)
+    submit.return_value = Done(9, ["later"], 4)
     answer = await post(running, "assign", {"drafter": "d", "verifiers": ["v"]})
     assert (answer.status_code, answer.json()["operation"]) == (202, 4)
     await post(running, "assign", {"drafter": "d", "auto": True})
-    assert commands.taken == [
-        Drain(member="verifier-0", deadline_s=2.5, if_version=7, dry_run=True),
-        Assign(drafter="d", verifiers=["v"]),
-        Assign(drafter="d", verifiers=None),
+    assert submit.mock_calls == [
+        call(Drain(member="verifier-0", deadline_s=2.5, if_version=7, dry_run=True)),
+        call(Assign(drafter="d", verifiers=["v"])),
+        call(Assign(drafter="d", verifiers=None)),
     ]
 
 
@@ -55,7 +50,7 @@ async def test_commands_reach_the_coordinator_and_its_answers_the_client(running
     [("invalid", 400), ("unknown_member", 404), ("version_mismatch", 409), ("conflict", 409), ("last_verifier", 409)],
 )
 async def test_refusals_say_why(running: Running, reason: Any, status: int):
-    Commands(running, CommandRefused(reason, "it is so", 3))
+    coordinator(running, CommandRefused(reason, "it is so", 3))
     answer = await post(running, "drain", {"member": "x"})
     assert refusal(answer) == (status, reason)
     assert answer.json()["error"]["message"] == "It is so."
@@ -64,7 +59,7 @@ async def test_refusals_say_why(running: Running, reason: Any, status: int):
 
 
 async def test_nonsense_is_refused_before_it_reaches_the_coordinator(running: Running):
-    commands = Commands(running)
+    submit = coordinator(running)
     for name, body, status in [
         ("fly", {}, 404),
         ("drain", {}, 400),
@@ -84,13 +79,13 @@ async def test_nonsense_is_refused_before_it_reaches_the_coordinator(running: Ru
     for headers in ({}, {"content-type": "text/plain"}):
         answer = await running.http.post("/admin/drain", content=b"{}", headers=headers)
         assert refusal(answer) == (415, "unsupported_media_type")
-    assert commands.taken == []
+    submit.assert_not_called()
 
 
 async def test_without_an_admin_key_only_this_machine_administers(monkeypatch):
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
     async with running_gateway(api_key="api") as running:
-        Commands(running)
+        coordinator(running)
         port = running.server.url.rpartition(":")[2]
         key = {"authorization": "Bearer api"}
         assert (await post(running, "resume", {"member": "v"})).status_code == 401
