@@ -209,7 +209,9 @@ async def test_a_verifier_that_is_stopped_and_comes_back_is_waited_for_but_not_f
         monkeypatch.setattr("gateway.fleet.verifiers.HOLD_S", 0.3)
         await stop_for_a_moment(running)
         for _ in range(2):
-            assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 503
+            refused = await running.http.post("/v1/completions", json=COMPLETION)
+            assert refusal(refused) == (503, "no_verifier_ready")
+            assert int(refused.headers["retry-after"]) >= 1
         assert running.idle
 
 

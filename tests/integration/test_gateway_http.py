@@ -6,7 +6,7 @@ import pytest
 
 from gateway.cli.preflight import listen
 from tests.support.fake_verifier import eventually
-from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, events, refusal, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, refusal, running_gateway
 
 GENERATE = "/inference/v1/generate"
 TOKENS = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
@@ -87,16 +87,6 @@ async def test_a_body_may_name_its_request(running, path, body, prefix):
         assert refusal(await running.http.post(path, json={**body, "request_id": wrong})) == (400, "request_id"), wrong
 
 
-async def test_readiness_follows_the_verifiers():
-    async with running_gateway(verifiers=0) as running:
-        assert (await running.http.get("/livez")).status_code == 200
-        answers = [await running.http.get(path) for path in ("/readyz", "/health")]
-        answers += [await running.http.post("/v1/completions", json={**COMPLETION, "stream": each}) for each in (False, True)]
-        for response in answers:
-            assert refusal(response) == (503, "no_verifier_ready")
-            assert int(response.headers["retry-after"]) >= 1
-
-
 def test_connections_do_not_wait_to_fill_packets():
     listener = listen("127.0.0.1", 0)
     with listener:
@@ -112,18 +102,6 @@ async def test_answers_have_the_limit_of_the_generation_config():
             for limit, tokens in (({}, 7), ({limits: 5}, 5), ({limits: 9}, 7)):
                 usage = (await running.http.post(path, json={"model": "demo", **fields, **limit})).json()["usage"]
                 assert usage.get("completion_tokens", usage.get("output_tokens")) == tokens
-
-
-async def test_token_ids_come_back_whole_and_as_a_stream(running):
-    answer = (await running.http.post(GENERATE, json=TOKENS)).json()
-    (choice,) = answer["choices"]
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (4, "length")
-    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 4)
-    assert running.verifier.sequences[-1].request.prompt_token_ids == [5, 6, 7]
-    body = {**TOKENS, "stream": True, "stream_options": {"include_usage": True}}
-    chunks = events((await running.http.post(GENERATE, json=body)).content)
-    assert sum(len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"]) == 4
-    assert chunks[-1]["usage"]["completion_tokens"] == 4
 
 
 async def test_several_samples_with_an_account_and_arguments_of_which_the_verifiers_own_are_left_out(running):

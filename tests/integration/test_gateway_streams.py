@@ -15,7 +15,7 @@ from gateway.admission.claim import Claim
 from gateway.http.sse import CHAT as CHAT_EVENTS
 from gateway.http.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream
 from tests.support.fake_verifier import eventually, gated, silence, stall
-from tests.support.running_gateway import BODIES, CHAT, COMPLETION, RESPONSE, events, heard, refusal, running_gateway
+from tests.support.running_gateway import BODIES, CHAT, COMPLETION, RESPONSE, events, heard, running_gateway
 
 LENGTH = FinishReason.LENGTH
 
@@ -175,13 +175,3 @@ async def test_an_engine_that_fails_mid_stream_or_is_lost_is_one_error_event(pat
     assert not [
         each for each in caplog.records if each.exc_info and each.name.startswith(("outrider", "gateway", "backend", "uvicorn"))
     ]
-
-
-async def test_a_verifier_lost_before_the_first_byte_with_no_other_is_a_503():
-    async with running_gateway(queue_wait_s=0) as running:
-        running.verifier.behaviour = silence
-        request = running.begin(stream=True)
-        await running.verifier.added.wait()
-        running.verifier.kill()
-        assert refusal(await request) == (503, "verifier_lost")
-        assert (await request).headers["retry-after"]
