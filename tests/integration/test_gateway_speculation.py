@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from backend.wire import engine as wire
 from backend.wire.engine import Account, RequestOptions, Tally
@@ -81,15 +82,10 @@ async def test_verifiers_are_told_tenant_and_session_by_labels(tmp_path: Path) -
         assert not any(secret in repr(options) for secret in ("Ada", "Bob", "first", "second"))
 
 
-async def test_an_answer_tells_what_drafts_did(running: Running):
-    for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
-        await tells(running, path, {**base, "prediction": {"type": "content", "content": "x = 1"}})
-    await tells_each_choice(running)
-    await forgets_who_leaves(running)
-
-
-async def tells(running: Running, path: str, predicted: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("path", "base"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+async def test_an_answer_tells_what_drafts_did(running: Running, path: str, base: dict[str, Any]) -> None:
     running.verifier.behaviour = drafting
+    predicted = {**base, "prediction": {"type": "content", "content": "x = 1"}}
     whole = (await running.http.post(path, json={**predicted, **STATS})).json()
     (choice,) = whole["outrider"]["choices"]
     assert choice.pop("tokens_per_second") > 0
@@ -124,7 +120,7 @@ async def tells(running: Running, path: str, predicted: dict[str, Any]) -> None:
     assert all(chunk["choices"] and "outrider" not in chunk for chunk in events(response.content))
 
 
-async def tells_each_choice(running: Running) -> None:
+async def test_it_tells_of_each_choice(running: Running) -> None:
     async def numbered(verifier: FakeVerifier, sequence: Sequence) -> None:
         # By the last token of its prompt, and in vLLM's order within it.
         choice = int(sequence.request.request_id.partition("_")[0])
@@ -140,16 +136,15 @@ async def tells_each_choice(running: Running) -> None:
     assert [(each["index"], each["verifications"]) for each in choices] == [(0, 1), (1, 2), (2, 3)]
 
 
-async def silent(verifier: FakeVerifier, sequence: Sequence) -> None:
-    await sequence.aborted.wait()
-    tell(verifier, sequence)
+async def test_who_leaves_is_forgotten(running: Running) -> None:
+    async def silent(verifier: FakeVerifier, sequence: Sequence) -> None:
+        await sequence.aborted.wait()
+        tell(verifier, sequence)
 
-
-async def forgets_who_leaves(running: Running) -> None:
     running.verifier.behaviour = silent
-    answer = running.begin(**STATS, stream=True)
+    running.begin(**STATS, stream=True)
     await eventually(lambda: len(running.core._accounts) == 1)
-    answer.cancel()
+    await running.leave()
     await eventually(lambda: running.idle and not running.core._accounts)
 
 
