@@ -38,12 +38,6 @@ def calls_of(answer):
     return answer.choices[0].message.tool_calls
 
 
-def test_completion(model):
-    answer = litellm.completion(model=model, **REQUEST, extra_body=CHOICE)
-    assert text(answer) in COLOURS
-    assert answer.usage.total_tokens > 0
-
-
 def test_stream(model):
     chunks = list(
         litellm.completion(model=model, **REQUEST, extra_body=CHOICE, stream=True, stream_options={"include_usage": True})
@@ -70,11 +64,6 @@ def test_a_tool_round_trip(model):
 @pytest.mark.parametrize("form", [RESPONSE_FORMAT, Paint], ids=["schema", "model"])
 def test_response_format(model, form):
     assert paint_of(text(litellm.completion(model=model, **REQUEST, response_format=form)))
-
-
-def test_responses():
-    made = litellm.responses(model="openai/demo", input="Which?", **AT, extra_body=CHOICE)
-    assert made.output[0].content[0].text in COLOURS
 
 
 async def test_asynchronous_responses_with_a_schema():
