@@ -1,10 +1,11 @@
 """A served fleet is changed while it serves: heads, weights, members.  Whatever is done, greedy text stays what it was."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +53,28 @@ def operation(fleet: ServedFleet, name: str, **body: Any) -> Any:
     return shown
 
 
-class Meanwhile:
-    """Requests one after the other, until the block ends; `texts` are their answers."""
+@contextmanager
+def meanwhile(fleet: ServedFleet, pause_s: float = 0.0) -> Iterator[list[str]]:
+    """The answers to requests that come one after the other, until the block ends.
 
-    def __init__(self, fleet: ServedFleet, pause_s: float = 0.0) -> None:
-        """`pause_s`: between two requests, where what is done meanwhile takes long."""
-        self.texts: list[str] = []
-        self._pause_s = pause_s
-        self._fleet = fleet
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+    `pause_s`: between two requests, where what is done meanwhile takes long.
+    """
+    texts, over = list[str](), threading.Event()
 
-    def __enter__(self) -> Meanwhile:
-        self._thread.start()
-        wait_for(lambda: len(self.texts) > 0 or not self._thread.is_alive(), what="a first answer")
-        return self
+    def ask() -> None:
+        while not over.wait(pause_s):
+            texts.append(answer(fleet))
 
-    def __exit__(self, *_: object) -> None:
-        count = len(self.texts)
-        wait_for(lambda: len(self.texts) > count + 1 or not self._thread.is_alive(), what="an answer afterwards")
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(self._pause_s):
-            self.texts.append(answer(self._fleet))
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            wait_for(lambda: bool(texts) or asking.done(), what="a first answer")
+            yield texts
+            count = len(texts)
+            wait_for(lambda: len(texts) > count + 1 or asking.done(), what="an answer afterwards")
+        finally:
+            over.set()
+    asking.result()
 
 
 def accepted(fleet: ServedFleet) -> float:
@@ -85,12 +83,12 @@ def accepted(fleet: ServedFleet) -> float:
 
 def test_another_head_while_requests_run(fleet: ServedFleet, expected: str, tmp_path: Path) -> None:
     shutil.copytree(MODELS / "drafter", tmp_path / "head")
-    with Meanwhile(fleet) as meanwhile:
+    with meanwhile(fleet) as texts:
         done = fleet.command("swap-drafter", "drafter-0", str(tmp_path / "head"))
         assert done.returncode == 0, done.stderr
         before = accepted(fleet)
         wait_for(lambda: accepted(fleet) > before + 50, what="drafts of the new head are accepted")
-    assert set(meanwhile.texts) == {expected}
+    assert set(texts) == {expected}
 
 
 def test_a_head_that_does_not_fit_is_refused_and_the_present_one_drafts_on(

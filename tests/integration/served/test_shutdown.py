@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.served.test_operations import Meanwhile, answer, operation, post
+from tests.integration.served.test_operations import answer, meanwhile, operation, post
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
 from tests.support.process_tree import descendants, leftovers, shared_memory, wait_gone
 
@@ -44,7 +44,7 @@ def test_status_shows_it(fleet: ServedFleet) -> None:
 
 def test_members_come_and_go_and_the_last_verifier_stays(fleet: ServedFleet) -> None:
     expected = answer(fleet)
-    with Meanwhile(fleet, pause_s=1.0) as meanwhile:
+    with meanwhile(fleet, pause_s=1.0) as texts:
         assert operation(fleet, "add", kind="drafter")["members"] == ["drafter-1"]
         status, body = post(fleet, "assign", drafter="drafter-1", verifiers=["verifier-0"])
         assert (status, body["effects"]) == (200, ["drafter-1 serves verifier-0, and stays there"])
@@ -52,7 +52,7 @@ def test_members_come_and_go_and_the_last_verifier_stays(fleet: ServedFleet) -> 
         assert operation(fleet, "remove", member="verifier-1")["state"] == "done"
         status, body = post(fleet, "remove", member="verifier-0")
         assert (status, body["error"]["code"]) == (409, "last_verifier")
-    assert set(meanwhile.texts) == {expected}
+    assert set(texts) == {expected}
     # The gateway hears of it with the next snapshot.
     wait_for(lambda: [drafter["id"] for drafter in fleet.fleet()["drafters"]] == ["drafter-0"], what="one drafter")
     refused = fleet.command("remove", "verifier-0")
