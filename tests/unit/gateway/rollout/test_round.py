@@ -102,21 +102,6 @@ async def test_a_starved_worker_stays(workers: Workers, monkeypatch: pytest.Monk
         assert [death.reason for death in fleet.deaths] == ["was lost"]
 
 
-async def test_requests_go_on_where_the_rollout_was_forgotten(workers: Workers) -> None:
-    """Its lease has run out: it greets, and goes on; no verifier was lost in the round."""
-
-    async def forget(verifier: FakeVerifier, sequence: Sequence) -> None:
-        last = len(verifier.sequences) == 4
-        await respond(verifier, sequence, upto=2 if last else None)
-        if last:
-            verifier.clients.clear()
-
-    workers.start("verifier-0", forget)
-    finished = await play(workers)
-    assert [finished.tokens(each.number) for each in requests()] == [each.fixed for each in requests()]
-    assert not finished.deaths
-
-
 async def test_the_only_worker_comes_back(workers: Workers) -> None:
     doomed = workers.start("verifier-0", stall)
 
