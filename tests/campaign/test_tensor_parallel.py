@@ -23,7 +23,7 @@ PROMPT = "def read_lines(path):\n    "
 
 def prompts() -> list[list[int]]:
     source = Prompts(demo_models().target_dir, 64)
-    return [source.make("code", f"ranks/{i}") for i in range(REQUESTS)]
+    return [source.make(f"ranks/{i}") for i in range(REQUESTS)]
 
 
 def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], float]:

@@ -15,7 +15,6 @@ PROBABILISTIC = "native-probabilistic"
 MODES: tuple[str, ...] = ("off", "native", PROBABILISTIC, *(mode for mode in get_args(Mode) if mode not in ("off", "native")))
 """The modes of the settings, and a variant of `native` to compare with."""
 TARGETS = ("demo", "S", "L")
-DOMAINS = ("code", "prose", "chat", "random")
 Number = TypeVar("Number", int, float)
 
 AUTO_LEARNS = 4
@@ -24,8 +23,8 @@ minute."""
 WARM_UP_TOKENS = 64
 OWN = "own"
 """The name of a target given with --model."""
-USUAL = {"targets": TARGETS, "concurrency": (1, 4, 16), "domains": DOMAINS, "tokens": 128, "requests": 4, "waves": 3}
-QUICK = {"targets": ("S",), "concurrency": (1, 4), "domains": DOMAINS[:1], "tokens": 64, "requests": 2, "waves": 1}
+USUAL = {"targets": TARGETS, "concurrency": (1, 4, 16), "tokens": 128, "requests": 4, "waves": 3}
+QUICK = {"targets": ("S",), "concurrency": (1, 4), "tokens": 64, "requests": 2, "waves": 1}
 """Default options, without `--quick` (`USUAL`) and with it (`QUICK`)."""
 
 
@@ -55,12 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     say = parser.add_argument
     say("--output", type=Path, metavar="DIR", help="where to write (default: benchmarks/results/DATE-COMMIT)")
     say("--quick", action="store_true", help="one target and fewer points: under ten minutes on two cores")
-    say("--full", action="store_true", help="every domain at every concurrency and temperature")
     paced = f"let steps last as long as an accelerator's: {', '.join(PROFILES)}, or MS,US per target step and token"
     say("--pace", type=parse_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
     say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")
-    say("--domains", type=_names(DOMAINS), metavar="LIST", help=f"of {', '.join(DOMAINS)}; the first is swept (default: all)")
     say(
         "--k", dest="ks", type=_numbers(int, 1), metavar="LIST", default=(4,), help="draft tokens per verification (default: 4)"
     )

@@ -50,14 +50,13 @@ class Configuration:
 class Point:
     """A kind of load, which every configuration is measured with."""
 
-    domain: str
     concurrency: int
     temperature: float
 
     @property
     def name(self) -> str:
         """A short text for tables and messages."""
-        return f"{self.domain} c{self.concurrency} t{self.temperature:g}"
+        return f"code c{self.concurrency} t{self.temperature:g}"
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,8 @@ def configurations(options: Namespace, kind: DrafterKind) -> list[Configuration]
 
 
 def points(options: Namespace) -> list[Point]:
-    """The first domain at every concurrency and temperature; others, without `--full`, at the smallest concurrency only."""
-    found = []
-    for place, domain in enumerate(options.domains):
-        sweep = options.concurrency if options.full or place == 0 else options.concurrency[:1]
-        found += [Point(domain, c, t) for c in sweep for t in options.temperatures]
-    return found
+    """Every concurrency at every temperature."""
+    return [Point(c, t) for c in options.concurrency for t in options.temperatures]
 
 
 def cells(configured: Sequence[Configuration], at: Sequence[Point], rounds: int) -> Iterator[Cell]:

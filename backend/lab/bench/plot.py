@@ -20,11 +20,9 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     except ImportError:
         say("no bench.png: matplotlib is not installed (make setup-dev installs it)")
         return False
-    swept = rows[0].point.domain
-    own = [row for row in rows if row.point.domain == swept]
-    targets = list(dict.fromkeys(row.target for row in own))
-    temperatures = sorted({row.point.temperature for row in own})
-    labels = list(dict.fromkeys(row.label for row in own))
+    targets = list(dict.fromkeys(row.target for row in rows))
+    temperatures = sorted({row.point.temperature for row in rows})
+    labels = list(dict.fromkeys(row.label for row in rows))
     # The reference is plain decoding, or the first row's way of decoding if plain decoding was not measured.
     reference = "off" if "off" in labels else labels[0]
     colours = dict(zip(labels, itertools.cycle(COLOURS), strict=False))
@@ -33,14 +31,14 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     panels = figure.subplots(len(temperatures), len(targets), squeeze=False, sharey="row")
     for line, temperature in enumerate(temperatures):
         for column, target in enumerate(targets):
-            shown = [row for row in own if row.target == target and row.point.temperature == temperature]
+            shown = [row for row in rows if row.target == target and row.point.temperature == temperature]
             _panel(panels[line][column], shown, reference, colours)
             panels[line][column].set_title(f"{target}, {'greedy' if not temperature else f'temperature {temperature:g}'}")
         panels[line][0].set_ylabel(f"throughput / {reference}")
     for panel in panels[-1]:
         panel.set_xlabel("requests in flight")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(targets), frameon=False)
-    title = f"{swept}: medians (least and greatest) of {max(len(row.samples) for row in own)} rounds"
+    title = f"Medians (least and greatest) of {max(len(row.samples) for row in rows)} rounds"
     # Its details are in bench.md: they are longer than a narrow picture.
     figure.suptitle(title + (f"\npaced as {paced.split(';')[0]}".replace(": ", ":\n", 1) if paced else ""), fontsize="medium")
     figure.savefig(file, dpi=150)

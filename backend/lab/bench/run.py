@@ -75,7 +75,7 @@ def _measure_target(target: str, processes: Processes, results: Results, output:
     fleet = TargetFleet(processes, configured, options.prompt_tokens + options.tokens + SPARE_POSITIONS, most, say)
     say(f"{target}: warming up")
     for configuration in configured:
-        first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(most)]
+        first = [prompts.make(f"warm/{i}") for i in range(most)]
         tokens = min(WARM_UP_TOKENS, options.tokens)
         loads = options.warm_ups * (AUTO_LEARNS if configuration.mode == "auto" else 1)
         fleet.warm_up(configuration, first, tokens, options.concurrency, loads, options.temperatures)
@@ -97,7 +97,7 @@ def _measure_target(target: str, processes: Processes, results: Results, output:
 def _prompts_of(cell: Cell, prompts: Prompts, options: Namespace) -> list[list[int]]:
     """A cell's prompts: the same for all configurations, different in every round and at every point."""
     count = max(options.requests, options.waves * cell.point.concurrency)
-    return [prompts.make(cell.point.domain, f"{cell.round}/{cell.point.name}/{i}") for i in range(count)]
+    return [prompts.make(f"{cell.round}/{cell.point.name}/{i}") for i in range(count)]
 
 
 def _progress(target: str, cell: Cell, measured: Measurement, place: str, left_s: float) -> str:

@@ -88,7 +88,7 @@ def main() -> None:
 
             def measure(case: str, kind: str, turn: int) -> float:
                 chance = random.Random(f"{turn}/{case}")
-                pieces = [make.make("code", f"edit/{turn}/{case}/{i}") for i in range(given.requests + 1)]
+                pieces = [make.make(f"edit/{turn}/{case}/{i}") for i in range(given.requests + 1)]
                 prompts = [piece if CASES[case] else piece[:8] for piece in pieces]
                 earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
                 if kind == SHARED:

@@ -18,7 +18,7 @@ from backend.lab.bench.plan import Configuration, Point, split_cores
 
 OFF = Configuration("off", 0)
 SYNC = Configuration("sync", 4)
-POINT = Point("code", 1, 0.0)
+POINT = Point(1, 0.0)
 SPLIT = split_cores([0, 1], None, None)
 
 
