@@ -193,8 +193,6 @@ class CountingScheduler:
             stats.prefill_tokens += self._prefill_tokens
             stats.prefill_s += seconds
         else:
-            stats.decode_steps += 1
-            stats.decode_s += seconds
             self.counters.line.note(self._requests_in_step, seconds + self._between_s, emitted)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -111,10 +111,6 @@ class VerifierStats(msgspec.Struct):
     """Engine steps."""
     verify_s: Annotated[float, Metric("outrider_verifier_verify_seconds_total")] = 0.0
     """Target forward and sampling."""
-    decode_steps: int = 0
-    """Steps without prefill."""
-    decode_s: float = 0.0
-    """Time of the steps without prefill, bookkeeping and sending included."""
     prefill_tokens: Annotated[int, Metric("outrider_verifier_prefill_tokens_total")] = 0
     """Tokens of prompts, and of what moved sequences bring along, that were computed."""
     prefill_s: Annotated[float, Metric("outrider_verifier_prefill_seconds_total")] = 0.0

@@ -99,11 +99,11 @@ async def reports(running: Running, idle: FakeVerifier, looks: int) -> None:
     for verifier in (running.verifier, idle):
         placed = running.core.sequences.placed(verifier.name)
         stats = VerifierStats(verifier.name, 1.0, "off", 4, running=placed, prefill_tokens=1000, prefill_s=0.1)
-        stats.decode_steps = 10 * looks
+        stats.steps = 10 * looks
         stats.speed = Speed(0.025, 0.025 / max(placed, 1)) if placed else None
         verifier.publish(stats)
     links = running.core.ready_links
-    await eventually(lambda: all(link.stats and link.stats.decode_steps == 10 * looks for link in links))
+    await eventually(lambda: all(link.stats and link.stats.steps == 10 * looks for link in links))
 
 
 async def test_requests_move_to_a_faster_verifier_unless_they_were_just_placed(monkeypatch):

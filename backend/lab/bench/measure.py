@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, islice, zip_longest
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench.pace import Paced
@@ -59,17 +58,14 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     busy_core_s: float
     tokens_per_busy_core_s: float
     bytes_per_round: float | None
-    step_tokens: float
-    step_ms: float
     accounted: float
     idle: dict[str, float]
     """Without `no_work`, because that lies before and after the load."""
     paced: dict[str, float] = {}
     """Empty for a run that was not paced."""
-    accepted_shares: list[float] = []
 
 
-FIGURES = Measurement.__struct_fields__[1:-3]
+FIGURES = Measurement.__struct_fields__[1:-2]
 """The names of those that are numbers."""
 
 
@@ -95,12 +91,6 @@ class Row:
         values = self.values(name)
         return statistics.median(values) if values else None
 
-    @property
-    def accepted_shares(self) -> list[float]:
-        """Means over the rounds."""
-        by_place = zip_longest(*(sample.accepted_shares for sample in self.samples), fillvalue=0.0)
-        return [statistics.fmean(each) for each in by_place]
-
     def document(self, cores: int) -> dict[str, Any]:
         """What `bench.json` has of it; `cores` are the verifier's."""
         by_name = {name: self.values(name) for name in FIGURES}
@@ -114,7 +104,6 @@ class Row:
             **{name: self.median(name) for name in FIGURES},
             "idle": {cause: statistics.median(sample.idle.get(cause, 0.0) for sample in self.samples) for cause in causes},
             "paced": {name: self.median(name) for name in self.samples[0].paced},
-            "accepted_shares": self.accepted_shares,
             "spread": {name: [min(values), max(values)] if values else None for name, values in by_name.items()},
             "per_round": {name: by_name[name] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
         }
@@ -150,11 +139,8 @@ def sample(
         busy_core_s=core_s,
         tokens_per_busy_core_s=tokens / max(core_s, 1e-9),
         bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
-        step_tokens=(new.verifications - old.verifications + drafting.draft_tokens) / max(new.steps - old.steps, 1),
-        step_ms=(new.decode_s - old.decode_s) / max(new.decode_steps - old.decode_steps, 1) * 1e3,
         accounted=(busy_s + sum(idle_s.values())) / max(after.at - before.at, 1e-9),
         paced=_paced(before, after, busy_s, idle_s),
-        accepted_shares=[n / drafting.drafts for n in drafting.accepted_by_position],
     )
 
 
@@ -182,14 +168,12 @@ def _paced(before: Snapshot, after: Snapshot, busy_s: float, idle_s: Mapping[str
 
 
 def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
-    """The growth of the counters over all drafters; other lists than `accepted_by_position`, and reasons, are left empty."""
+    """The growth of the counters over all drafters; lists and reasons are left empty."""
     total = DraftCounters()
     for drafter_id, counters in new.drafters.items():
         earlier = old.drafters.get(drafter_id, DraftCounters())
         for name in GROWING:
             setattr(total, name, getattr(total, name) + getattr(counters, name) - getattr(earlier, name))
-        places = total.accepted_by_position, counters.accepted_by_position, (-n for n in earlier.accepted_by_position)
-        total.accepted_by_position = [sum(each) for each in zip_longest(*places, fillvalue=0)]
     return total
 
 
@@ -258,33 +242,3 @@ def ratios(row: Row, base: Row | None, name: str = "tokens_per_s") -> list[float
     if base is None:
         return []
     return [a / b for a, b in zip(row.values(name), base.values(name), strict=False) if b]
-
-
-# How fast drafting could be.
-#
-# With drafts of K tokens that are always there, and no work besides steps, B requests emit B + sum S tokens per step of B + B K
-# tokens, S being the shares of drafts accepted up to each place.  The limit is the best over K, relative to plain steps.  K is
-# the same for all requests: a budget that knows which tokens are sure can pass the limit.
-
-StepSeconds = Callable[[float], float]
-"""Seconds of a step, by its tokens."""
-
-
-def limit(requests: int, shares: Sequence[float], step_s: StepSeconds) -> float:
-    """The best speed relative to plain steps; 1 if no draft pays.  `shares`: of drafts, those accepted up to each place."""
-    emitted = enumerate(accumulate(shares, initial=1.0))
-    return max(step_s(requests) * tokens / step_s(requests * (1 + k)) for k, tokens in emitted)
-
-
-def step_times(steps: Iterable[tuple[float, float]]) -> StepSeconds | None:
-    """The straight line through measured steps (tokens, seconds), by least squares of relative errors; None: too few sizes.
-
-    Neither the fixed time nor a token's is negative.
-    """
-    known = [(x, y) for x, y in steps if x > 0 and y > 0]
-    if len({round(x) for x, _ in known}) < 2:
-        return None
-    x, y = np.array(known).T
-    x0, y0 = np.average((x, y), axis=1, weights=y**-2).tolist()
-    slope = min(max(float(np.polyfit(x, y, 1, w=1 / y)[0]), 0.0), y0 / x0)
-    return lambda tokens: y0 + slope * (tokens - x0)

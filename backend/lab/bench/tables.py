@@ -11,10 +11,8 @@ import msgspec
 
 from backend.config.sources import Say
 from backend.lab.bench import plot
-from backend.lab.bench.measure import PLAIN, Difference, Results, Row, compared, differences, limit, ratios, step_times
+from backend.lab.bench.measure import PLAIN, Difference, Results, Row, compared, differences, ratios
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, WARM_UP_TOKENS
-from backend.lab.bench.pace import Cost
-from backend.lab.bench.plan import Point
 from backend.records.markdown import table
 from backend.records.store import appearing
 
@@ -82,8 +80,7 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         lines += [f"## Target {target}", "", _describe(content["targets"][target]), ""]
         points = list(dict.fromkeys(row.point for row in own))
         by_point = sorted(own, key=lambda row: points.index(row.point))
-        throughput = _throughput(by_point, _limits(own, settings["pace"]))
-        lines += _section("Throughput: equal verifier, per busy core", throughput, by_point, note)
+        lines += _section("Throughput: equal verifier, per busy core", _throughput(by_point), by_point, note)
         lines += _section("What a step is made of", CYCLES, [row for row in own if row.values("cycle_ms")], note)
         lines += _section("Per request, and where the time goes", LATENCY, by_point, note)
     if differences:
@@ -161,7 +158,7 @@ def _section(title: str, columns: Columns, rows: Sequence[Row], note: Sequence[s
     return [f"### {title}", *note, *table(list(columns), body), ""]
 
 
-def _throughput(rows: Sequence[Row], limits: Mapping[Point, float]) -> Columns:
+def _throughput(rows: Sequence[Row]) -> Columns:
     """Throughput with an equal verifier and per busy core; relative to the best of other modes, with this K if measured."""
 
     def over(row: Row, modes: Sequence[str], name: str = "tokens_per_s") -> str:
@@ -175,23 +172,7 @@ def _throughput(rows: Sequence[Row], limits: Mapping[Point, float]) -> Columns:
         "x off": lambda row: over(row, [PLAIN]),
         "x best native": lambda row: over(row, NATIVES),
         "x off, per busy core": lambda row: over(row, [PLAIN], "tokens_per_busy_core_s"),
-        "limit, x off": lambda row: number(limits.get(row.point), 2),
     }
-
-
-def _limits(rows: Sequence[Row], pace: Mapping[str, Any] | None) -> dict[Point, float]:
-    """By point, what the best measured acceptance would bring (`limit`): that of `native`, which verifies whole drafts."""
-    # `native` drafts within its steps.
-    plain = [row for row in rows if row.configuration.mode not in NATIVES]
-    steps = [(median(row.values("step_tokens")), median(row.values("step_ms")) / 1e3) for row in plain]
-    step_s = Cost(**pace["target"]).seconds if pace else step_times(steps)
-    if step_s is None:
-        return {}
-    drafted = sorted(
-        rows, key=lambda row: (bool(row.accepted_shares), row.configuration.mode in NATIVES, sum(row.accepted_shares))
-    )
-    best = {row.point: row.accepted_shares for row in drafted}
-    return {point: limit(point.concurrency, shares, step_s) for point, shares in best.items() if shares}
 
 
 def _differences(differences: Sequence[Difference]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From counters to rows, what acceptance and step times would allow, the comparison of greedy answers, and what is written."""
+"""From counters to rows, the comparison of greedy answers, and what is written."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
 from backend.lab.bench.load import MeasuredLoad
-from backend.lab.bench.measure import Measurement, Results, Row, Snapshot, ratios, sample, step_times
+from backend.lab.bench.measure import Measurement, Results, Row, Snapshot, ratios, sample
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
 
@@ -25,15 +25,14 @@ SPLIT = split_cores([0, 1], None, None)
 def stats(busy_s: float, idle_s: float, awaiting_s: float, steps: int, counters: DraftCounters) -> VerifierStats:
     idle = {"no_work": idle_s, "awaiting_draft": awaiting_s}
     made = VerifierStats("v", 0.0, "sync", 4, busy_s=busy_s, idle_s=idle, steps=steps, drafters={"d": counters})
-    made.verify_s, made.decode_s = busy_s / 2, busy_s * 0.6
-    made.decode_steps, made.verifications = steps, 2 * steps
+    made.verify_s, made.verifications = busy_s / 2, 2 * steps
     return made
 
 
 def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool = False) -> Measurement:
-    first = DraftCounters(drafts=5, draft_tokens=10, accepted_tokens=5, accepted_by_position=[3, 2])
+    first = DraftCounters(drafts=5, draft_tokens=10, accepted_tokens=5)
     before = Snapshot(stats(1.0, 5.0, 0.5, 10, first), 100.0, DrafterStats("d", 0, busy_s=1))
-    counters = DraftCounters(15, 40, 25, [], [12, 8, 5], rounds=20, draft_s=0.04, bytes_sent=4000)
+    counters = DraftCounters(15, 40, 25, rounds=20, draft_s=0.04, bytes_sent=4000)
     after = Snapshot(stats(3.0, 6.0, 1.5, 30, counters), 104.0, DrafterStats("d", 0, busy_s=1.5))
     answers = [Answer(tokens=[1] * 11, sent_at=10.0, first_at=10.5, last_at=12.5)]
     rate = sum(len(answer.tokens) for answer in answers) / 2.5
@@ -49,8 +48,6 @@ def test_a_sample_divides_differences() -> None:
     found = measured()
     assert found.tokens_per_s == pytest.approx(11 / 2.5)
     assert found.busy_core_s == pytest.approx(2.0 + 0.5)
-    assert found.accepted_shares == pytest.approx([0.9, 0.6, 0.5])
-    assert (found.step_tokens, found.step_ms) == pytest.approx(((40 + 30) / 20, 60.0))
     assert "no_work" not in found.idle
 
 
@@ -123,23 +120,8 @@ def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, result
         each = [msgspec.structs.replace(measured(SYNC, i), tokens_per_s=speed) for i in range(3)]
         results.samples["demo", Configuration(mode, 4), POINT] = each
     lines = written(tmp_path, results).splitlines()
-    assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 0.80 | - |" in lines
-    assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | 0.80 | - |" in lines
-
-
-@pytest.mark.parametrize(("options", "best"), [([], 3.1 * 10 / 16), (["--pace", "6,1000,1,1"], 3.1 * 7 / 10)])
-def test_the_limit_is_from_natives_acceptance_and_measured_or_paced_steps(
-    results: Results, options: list[str], best: float
-) -> None:
-    """Measured steps take 8 ms and 2 ms per token, paced ones 6 ms and 1 ms."""
-    shares = {"off": [], "sync": [1.0, 0.9], "native": [0.8, 0.7, 0.6]}
-    for (mode, per_step), k in zip({"off": 1, "sync": 3, "native": 4}.items(), (0, 4, 4), strict=True):
-        own = {"step_tokens": per_step, "step_ms": 8.0 + 2 * per_step, "accepted_shares": shares[mode]}
-        each = [msgspec.structs.replace(measured(SYNC, i), **own) for i in range(3)]
-        results.samples["demo", Configuration(mode, k), POINT] = each
-    content = report.document(replace(results, options=options_module.parse(options)))
-    lines = report.markdown(content, results.rows(), []).splitlines()
-    assert sum(line.endswith(f"| {best:.2f} |") and line.startswith("| code c1 t0 |") for line in lines) == 3
+    assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 0.80 |" in lines
+    assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | 0.80 |" in lines
 
 
 def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results) -> None:
@@ -148,14 +130,3 @@ def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results)
     (left,) = tmp_path.iterdir()
     content = json.loads(left.read_text())
     assert (left.name, content["complete"], len(content["rows"])) == ("bench.json", False, 2)
-
-
-def test_step_times_are_the_line_through_what_was_measured() -> None:
-    found = step_times([(1, 0.011), (4, 0.014), (36, 0.046)])
-    assert found is not None
-    assert found(10) == pytest.approx(0.02)
-    assert step_times([(4, 0.014), (4.1, 0.015)]) is None, "one size says nothing of another"
-    for steps in ([(1, 0.02), (9, 0.01)], [(1, 0.001), (10, 0.1)]):
-        found = step_times(steps)
-        assert found is not None
-        assert 0 <= found(1) <= found(9), "neither part is negative"
