@@ -149,8 +149,6 @@ class EngineClient:
         self._codec = EngineCodec()
         self.answers: dict[str, Answer] = {}
         self.stats: VerifierStats | None = None
-        self.stats_at = 0.0
-        """When `stats` arrived, in `time.monotonic()` seconds."""
         self.welcome: wire.EngineWelcome | None = None
         self.refusals: list[str] = []
         self._watch = watch
@@ -234,7 +232,7 @@ class EngineClient:
                 if account.request_id in self.answers:
                     self.answers[account.request_id].account = account
         elif isinstance(heard, VerifierStats):
-            self.stats, self.stats_at = heard, now
+            self.stats = heard
         elif isinstance(heard, wire.EngineWelcome):
             self.welcome = heard
         elif isinstance(heard, wire.Refusal):

@@ -132,7 +132,7 @@ class TargetFleet:
         verifier, client = self._verifiers[configuration]
         stats = client.fresh_stats()
         drafter, passes = self._drafter.ask() if self._drafter and configuration.is_remote else (None, None)
-        return Snapshot(stats, client.stats_at, drafter, verifier.ask(), passes)
+        return Snapshot(stats, drafter, verifier.ask(), passes)
 
 
 def engine_args(configuration: Configuration, pace: Pace | None) -> dict[str, Any]:

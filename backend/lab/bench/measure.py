@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     from backend.lab.bench.load import MeasuredLoad
 
 PLAIN = "off"
-GROWING = ("drafts", "draft_tokens", "accepted_tokens", "rounds", "draft_s", "bytes_sent", "ahead_hits", "ahead_misses")
+GROWING = ("drafts", "draft_tokens", "accepted_tokens", "rounds", "draft_s", "ahead_hits", "ahead_misses")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Counters of a verifier and its drafter, as of `at` (`time.monotonic()` seconds)."""
+    """Counters of a verifier and its drafter."""
 
     verifier: VerifierStats
-    at: float
     drafter: DrafterStats | None
     steps: Paced | None = None
     passes: Paced | None = None
@@ -57,8 +56,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate: float | None
     busy_core_s: float
     tokens_per_busy_core_s: float
-    bytes_per_round: float | None
-    accounted: float
     idle: dict[str, float]
     """Without `no_work`, because that lies before and after the load."""
     paced: dict[str, float] = {}
@@ -123,7 +120,6 @@ def sample(
         core_s += (after.drafter.busy_s - before.drafter.busy_s) * len(split.drafter)
     awaited = {cause: seconds / load.wall_s for cause, seconds in idle_s.items() if cause != "no_work"}
     foreseen = drafting.ahead_hits + drafting.ahead_misses
-    is_timed = configuration.is_remote and drafting.rounds > 0
     return Measurement(
         round=number,
         tokens_per_s=load.tokens_per_s,
@@ -133,13 +129,11 @@ def sample(
         drafted_share=drafting.drafts / max(new.verifications - old.verifications, 1),
         idle=awaited,
         idle_awaiting_draft=awaited.get("awaiting_draft", 0.0),
-        t_draft_ms=drafting.draft_s / drafting.rounds * 1e3 if is_timed else None,
+        t_draft_ms=drafting.draft_s / drafting.rounds * 1e3 if configuration.is_remote and drafting.rounds else None,
         t_verify_ms=(new.verify_s - old.verify_s) / max(new.steps - old.steps, 1) * 1e3,
         hit_rate=drafting.ahead_hits / foreseen if foreseen else None,
         busy_core_s=core_s,
         tokens_per_busy_core_s=tokens / max(core_s, 1e-9),
-        bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
-        accounted=(busy_s + sum(idle_s.values())) / max(after.at - before.at, 1e-9),
         paced=_paced(before, after, busy_s, idle_s),
     )
 

@@ -146,8 +146,6 @@ LATENCY: Columns = {
     "hit rate": _percent("hit_rate"),
     "T_draft ms": _median("t_draft_ms", 2),
     "T_verify ms": _median("t_verify_ms", 2),
-    "bytes / round": _median("bytes_per_round", 0),
-    "busy + idle": _percent("accounted", 1),
 }
 
 
