@@ -33,9 +33,6 @@ UNTIL = Until(K, FLOOR, [Calibration(K).weights for _ in Rule])
 FEW_OUTCOMES = 4
 REPEATS, MOST_S = 15, 2.0
 """Runs of which a time is the median; fewer if they take so many seconds together."""
-REFERENCE = Path(__file__).parents[2] / "benchmarks/results/h200-drafter/selfcheck.json"
-"""Times on another machine, in a checkout."""
-SAME_PART = "vocabulary", "rows", "weights", "rule", "requests", "graphs"
 CALLS = (
     "cudaLaunchKernel",
     "cudaLaunchKernelExC",
@@ -202,12 +199,6 @@ def calls(device: str, run: Callable[[], object]) -> dict[str, int]:
     return {event.key: event.count for event in seen.key_averages() if event.key in CALLS}
 
 
-def of_reference(reference: Mapping[str, Any], part: str, row: Row) -> dict[str, float]:
-    """The times that the file of reference has of what `row` measures; empty: none."""
-    same = (each for each in reference.get(part, ()) if all(each.get(key) == row.get(key) for key in SAME_PART))
-    return {name: value for name, value in next(same, {}).items() if name.endswith("ms") and name in row}
-
-
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(count)}" for key, count in value.items())
@@ -226,7 +217,6 @@ def main(arguments: list[str], say: Callable[[str], None]) -> None:
     if device == "cpu" and not options.quick:
         parser.error("torch sees no GPU here; with --quick the checks run on the CPU alone")
     found: dict[str, Any] = about(["outrider", "selfcheck", *arguments], [])
-    reference = json.loads(REFERENCE.read_text(encoding="utf-8")) if REFERENCE.exists() and not options.quick else {}
     quick = [("greedy", 1), ("independent", 2)]
     full = [("greedy", 1), ("greedy", 16), ("greedy", 64), ("shared noise", 64), ("independent", 1), ("independent", 64)]
     # Fleets first, while they find the GPU's memory free.
@@ -238,15 +228,10 @@ def main(arguments: list[str], say: Callable[[str], None]) -> None:
         "Time of noise": time_noise(device, *((5000, [1, 2]) if options.quick else (150_000, [1, 64, 576]))),
         "Time of drafts": time_drafts(device, *((SMALL, quick, 20) if options.quick else (LARGE, full, 1000))),
     }
-    if reference:
-        found["reference"] = {"file": REFERENCE.name} | {key: reference[key] for key in ("commit", "date", "hardware")}
-        say(f"reference: {REFERENCE}, {', '.join(reference['hardware']['gpus'])}, drafts without a floor")
     for name, rows in parts.items():
         say(f"\n{name}\n")
         found[name] = []
         for row in rows:
-            if times := of_reference(reference, name, row):
-                row["reference"] = times
             lines = table(list(row), [[_text(value) for value in row.values()]])[1:]
             say("\n".join(lines[2:] if found[name] else lines))
             found[name].append(row)
