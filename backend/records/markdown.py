@@ -46,15 +46,6 @@ def sections(summary: Summary) -> list[str]:
             for name, each in summary.summary.items()
         ],
     )
-    if summary.worst_drafted:
-        lines += ["", "Drafts agreed least with these requests:"]
-    lines += table(
-        ("request", "tokens", "draft tokens", "accepted"),
-        [
-            (each.request, each.tokens, each.draft_tokens, f"{each.accepted / each.draft_tokens:.0%}")
-            for each in summary.worst_drafted
-        ],
-    )
     return lines
 
 

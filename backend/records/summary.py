@@ -17,9 +17,6 @@ from backend.records.reading import IDLE_COLUMNS, Numbers, VerifierTables, waite
 
 NOT_SERVED = pa.array(["abort", "error"])
 """Finish reasons of requests that are left out of the speeds."""
-WORST = 10
-ENOUGH = 16
-"""Draft tokens that a request must have to be listed among the worst drafted; shares of fewer are mostly chance."""
 
 
 class Drafting(msgspec.Struct, frozen=True):
@@ -75,15 +72,6 @@ class Straggler(msgspec.Struct, frozen=True):
     behind_the_others_s: float
 
 
-class WorstDrafted(msgspec.Struct, frozen=True):
-    """A request with a low share of accepted draft tokens."""
-
-    request: str
-    tokens: int
-    draft_tokens: int
-    accepted: int
-
-
 class Summary(msgspec.Struct, frozen=True):
     """Figures of a recorded period, or of a round of a rollout."""
 
@@ -102,7 +90,6 @@ class Summary(msgspec.Struct, frozen=True):
     workers: list[WorkerSummary]
     summary: dict[str, Spread]
     """Distributions over requests and steps; without values, a figure is left out."""
-    worst_drafted: list[WorstDrafted]
 
 
 def summarise(workers: Sequence[VerifierTables]) -> Summary:
@@ -125,7 +112,6 @@ def summarise(workers: Sequence[VerifierTables]) -> Summary:
         straggler=_straggler(summaries),
         workers=summaries,
         summary=_figures(steps, requests),
-        worst_drafted=_worst_drafted(requests),
     )
 
 
@@ -229,14 +215,6 @@ def _straggler(workers: Sequence[WorkerSummary]) -> Straggler:
     last = max(workers, key=lambda each: each.finished_s)
     others = [each.finished_s for each in workers if each is not last]
     return Straggler(last.worker, last.finished_s, last.finished_s - statistics.median(others) if others else 0.0)
-
-
-def _worst_drafted(requests: pa.Table) -> list[WorstDrafted]:
-    """The `WORST` requests with the lowest share of accepted draft tokens, of those with at least `ENOUGH` draft tokens."""
-    columns = ("request_id", "tokens", "draft_tokens", "accepted")
-    rows = requests.filter(pc.greater_equal(requests["draft_tokens"], ENOUGH)).select(columns).to_pylist()
-    found = [WorstDrafted(*row.values()) for row in rows]
-    return sorted(found, key=lambda each: each.accepted / each.draft_tokens)[:WORST]
 
 
 def total(column: Any) -> Any:

@@ -31,7 +31,6 @@ def round_report(finished: RoundResult, about: dict[str, Any], weights: str = "0
         f"{kind}_acceptance_length": drafting.acceptance_length,
         "weights": weights,
         "died": msgspec.to_builtins(finished.deaths),
-        "worst_drafted": [each | {"request": int(each["request"])} for each in report["worst_drafted"]],
     }
     return report, _markdown(report, summary)
 

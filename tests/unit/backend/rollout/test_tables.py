@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 
 from backend.records.kept import KeptRows, RowBatch
-from backend.records.summary import ENOUGH, WORST
 from backend.rollout import tables
 from backend.rollout.outcome import Death, RoundResult, WorkerShare
 from backend.rollout.report import round_report
@@ -84,18 +83,9 @@ def test_the_report_names_the_straggler_and_the_dead() -> None:
     assert "Responses were free" in text
 
 
-def drafted(draft_tokens: list[int], accepted: list[int]) -> RoundResult:
-    """A round of one worker whose request n has so many draft tokens, all of them in one verification."""
-    made = part(0, *(each + 1 for each in accepted))
-    made.rows.verifications = [
-        replace(row, draft_tokens=n) for row, n in zip(made.rows.verifications, draft_tokens, strict=True)
-    ]
-    return settled(made)
-
-
 def test_the_report_sums_up_requests_and_steps() -> None:
     """A figure without a value is left out."""
-    report, text = round_report(drafted([4, 4, 4], [1, 3, 2]), ABOUT)
+    report, text = round_report(settled(part(0, 2, 4, 3)), ABOUT)
     names = ("response tokens", "seconds of a request", "requests in a step", "ms of a verification step")
     assert [report["summary"][name]["sum"] for name in names] == [9, 9.0, 3, 24.0]
     assert "|  | mean | least | 10 % | median | 90 % | most | sum |" in text
@@ -105,20 +95,6 @@ def test_the_report_sums_up_requests_and_steps() -> None:
     assert set(round_report(settled(made), ABOUT)[0]["summary"]) == {
         "TGS of a step", "requests in a step", "requests waiting", "share of the KV cache in use", "ms of a verification step"
     }  # fmt: skip
-
-
-def test_the_requests_with_the_worst_drafts_come_first() -> None:
-    """Ten at most, by the accepted share of their draft tokens; one with few draft tokens says nothing."""
-    accepted = [15, 0, 8, 3, *range(4, 14)]
-    report, text = round_report(drafted([ENOUGH - 1, ENOUGH - 1, *[ENOUGH] * 12], accepted), ABOUT)
-    worst = report["worst_drafted"]
-    assert len(worst) == WORST
-    assert [each["request"] for each in worst[:3]] == [3, 4, 5]
-    assert worst[0] == {"request": 3, "tokens": 4, "draft_tokens": ENOUGH, "accepted": 3}
-    shares = [each["accepted"] / each["draft_tokens"] for each in worst]
-    assert shares == sorted(shares)
-    assert "| 3 | 4 | 16 | 19% |" in text
-    assert "Drafts agreed least" not in round_report(drafted([4], [1]), ABOUT)[1]
 
 
 def test_requests_that_moved_are_summed_over_workers() -> None:
