@@ -1,7 +1,6 @@
 """`outrider records DIR summary | report | join | export`: figures and plots of records, and files for other programs."""
 
 import argparse
-import dataclasses
 import datetime
 import math
 import sys
@@ -9,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import pyarrow.compute as pc
 
 from backend.config.sources import CommandError, Parser, Say
 from backend.records import export
 from backend.records.markdown import FORCED, sections
 from backend.records.plots import draw
-from backend.records.reading import Records, VerifierTables
+from backend.records.reading import Records
 from backend.records.schema import KINDS
 from backend.records.summary import Summary, summarise
 
@@ -52,17 +50,9 @@ def _report(records: Records, given: argparse.Namespace, say: Say, note: Say) ->
     workers = records.workers()
     summary = summarise(workers)
     output: Path = given.output or given.directory / "report"
-    pictures = draw(_of_one_kind(workers), summary, output)
+    pictures = draw(workers, summary, output)
     (output / "report.md").write_text("\n".join([*_markdown(records, summary), *pictures, ""]), encoding="utf-8")
     note(f"{output / 'report.md'}, with its plots as PNG files beside it")
-
-
-def _of_one_kind(workers: Sequence[VerifierTables]) -> Sequence[VerifierTables]:
-    """Leaves teacher-forced verifications out if there are live ones."""
-    live = [each.verifications.filter(pc.invert(each.verifications["teacher_forced"])) for each in workers]
-    if not any(table.num_rows for table in live):
-        return workers
-    return [dataclasses.replace(each, verifications=table) for each, table in zip(workers, live, strict=True)]
 
 
 def _markdown(records: Records, summary: Summary) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -67,30 +66,6 @@ def acceptance(workers: Workers, summary: Summary) -> Any | None:
     return figure
 
 
-def markov(workers: Workers, summary: Summary) -> Any | None:
-    """Probability of keeping j draft tokens when the request's previous verification kept i, as a matrix."""
-    size = 1 + max(len(each.drafted_by_position) for each in (summary.live, summary.teacher_forced))
-    counts = sum(transitions(worker.verifications, size) for worker in workers)
-    if not np.any(counts):
-        return None
-    sums = np.sum(counts, axis=1, keepdims=True)
-    shares = counts / np.where(sums, sums, np.nan)
-    side = min(WIDTH - 1, 1.6 + 0.5 * size)
-    figure, (axes,) = _figure(side + 1, side)
-    image = axes.imshow(shares, cmap="Blues", vmin=0)
-    axes.set_xlabel("draft tokens kept next")
-    axes.set_ylabel("draft tokens kept last")
-    axes.set_xticks(range(size))
-    axes.set_yticks(range(size))
-    if size <= 12:
-        for (i, j), share in np.ndenumerate(shares):
-            if share == share:
-                ink = "white" if share > 0.5 * np.nanmax(shares) else "black"
-                axes.text(j, i, f"{share:.2f}", ha="center", va="center", color=ink, fontsize=8)
-    figure.colorbar(image, ax=axes, shrink=0.8, label="probability")
-    return figure
-
-
 def idle(workers: Workers, summary: Summary) -> Any | None:
     """Shares of each worker's wall time: busy, and idle by cause."""
     figure, (axes,) = _figure(WIDTH, 1.5 + 0.34 * len(workers))
@@ -104,24 +79,6 @@ def idle(workers: Workers, summary: Summary) -> Any | None:
     _name_rows(axes, workers)
     axes.set_xlabel("per cent of wall time")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    return figure
-
-
-def responses(workers: Workers, summary: Summary) -> Any | None:
-    """Lengths of responses, and the number of verifications for each."""
-    lengths, taken = (
-        np.concatenate([worker.requests[name].to_numpy() for worker in workers]) for name in ("tokens", "verifications")
-    )
-    if not lengths.any():
-        return None
-    figure, (counts, dots) = _figure(WIDTH, 4.6, 2, sharex=True, height_ratios=(1, 2))
-    counts.hist(lengths, bins=40, range=(0, lengths.max()), edgecolor="white", linewidth=0.4)
-    counts.set_ylabel("requests")
-    dots.scatter(lengths, taken, s=10, alpha=0.5, linewidths=0)
-    dots.axline((0, 0), slope=1, color="black", linewidth=0.9, linestyle="--", label="one token per verification")
-    dots.set_xlabel("tokens of the response")
-    dots.set_ylabel("verifications")
-    dots.legend(frameon=False)
     return figure
 
 
@@ -151,13 +108,7 @@ PLOTS: dict[str, tuple[str, str, Plot]] = {
         "Left: of the drafts that reached a position, the share whose token was kept. Right: 1 + accepted / drafts.",
         acceptance,
     ),
-    "markov": (
-        "From one verification to the next",
-        "Each row: of the verifications that kept so many draft tokens, how many the same request's next one kept.",
-        markov,
-    ),
     "idle": ("Busy and idle time", "All of each worker's wall time.", idle),
-    "responses": ("Response lengths", "Below the dashed line drafts saved target steps; each dot is a request.", responses),
     "stragglers": ("Who worked when", "The dashed line: the end of the other workers (their median).", stragglers),
 }
 
@@ -176,21 +127,6 @@ def draw(workers: Workers, summary: Summary, output: Path) -> list[str]:
             figure.savefig(output / f"{name}.png", dpi=DPI)
             lines += ["", f"## {title}", "", text, "", f"![{title}]({name}.png)"]
     return lines
-
-
-def transitions(verifications: pa.Table, size: int) -> npt.NDArray[np.int64]:
-    """`[i, j]`: how often a verification that kept i draft tokens was followed by one of the same request that kept j.
-
-    Both had a draft.  There are `size` rows and columns.
-    """
-    ordered = verifications.sort_by([("request_id", "ascending"), ("step", "ascending")])
-    requests, drafted, kept = (
-        ordered[name].to_numpy(zero_copy_only=False) for name in ("request_id", "draft_tokens", "accepted")
-    )
-    both = (drafted[:-1] > 0) & (drafted[1:] > 0) & (requests[:-1] == requests[1:])
-    counts = np.zeros((size, size), np.int64)
-    np.add.at(counts, (kept[:-1][both], kept[1:][both]), 1)
-    return counts
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Sequence[Any]]:

@@ -3,12 +3,11 @@
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from backend.config import Settings
 from backend.records.kept import RowBatch
-from backend.records.plots import PLOTS, transitions
+from backend.records.plots import PLOTS
 from backend.records.reading import Records
 from backend.records.summary import summarise
 from backend.rollout.outcome import RoundResult, WorkerShare
@@ -32,14 +31,6 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
     """Status and remarks."""
     status = cli.main(["records", *map(str, arguments)])
     return status, capsys.readouterr().err
-
-
-def test_transitions_are_between_drafted_neighbours_of_one_request(tmp_path: Path) -> None:
-    kept = [("a", 0, 4, 1), ("b", 0, 4, 3), ("a", 1, 4, 2), ("b", 1, 0, 0), ("a", 2, 4, 1), ("b", 2, 4, 4), ("b", 3, 4, 4)]
-    record(tmp_path, [step(0, 0.0), *[verification(n, name, drafted, accepted) for name, n, drafted, accepted in kept]])
-    (only,) = Records(tmp_path).workers()
-    counts = transitions(only.verifications, 5)
-    assert {(int(i), int(j)): int(counts[i, j]) for i, j in np.argwhere(counts)} == {(1, 2): 1, (2, 1): 1, (4, 4): 1}
 
 
 def test_the_report_shows_every_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
