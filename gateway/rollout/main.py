@@ -14,8 +14,6 @@ from functools import cache as cached
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tqdm import tqdm
-
 from backend.config import REMOTE_MODES, Settings, sources
 from backend.config.logs import configure_logging
 from backend.config.sources import CommandError, ConfigError, Say
@@ -158,9 +156,7 @@ async def _rounds(options: Namespace, coordinator: CoordinatorHandle, cluster: R
             fleet.check_fixed()
         for number, requests in enumerate(work.rounds):
             responses = work.front.outputs(fleet.core)
-            # With `disable=None` the bar is only shown on a terminal.
-            with tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=0.0, disable=None) as bar:
-                finished = await RoundRunner(number, requests, fleet, responses, bar, say, options.seed).run()
+            finished = await RoundRunner(number, requests, fleet, responses, say, options.seed).run()
             report, text = round_report(finished, about, fleet.version)
             directory = options.out / f"step{work.step}" / f"round{number}"
             write_round(directory, finished, report, text, settings)

@@ -12,8 +12,6 @@ import zlib
 from collections.abc import Sequence
 from copy import copy
 
-from tqdm import tqdm
-
 from backend.config.sources import CommandError, Say
 from backend.engine.client import engine_request
 from backend.engine.front import EngineCoreOutputs, RequestOutput, SamplingParams
@@ -27,8 +25,8 @@ from gateway.rollout.fleet import RolloutFleet
 
 TEND_S = 1.0
 """Seconds between two fetches of rows."""
-DRAW_S, SAY_S = 0.2, 15.0
-"""Seconds between two updates of the bar, and between two lines on progress where none is shown."""
+LOOK_S, SAY_S = 0.2, 15.0
+"""Seconds between two looks at the fleet while no output comes, and between two lines on progress."""
 ENDS = ("stop", "length", "repetition")
 """Finish reasons of vLLM's with which a response is complete."""
 NOBODY_S = 600.0
@@ -44,7 +42,6 @@ class RoundRunner:
         requests: Sequence[RolloutRequest],
         fleet: RolloutFleet,
         responses: Outputs,
-        bar: tqdm[None],
         say: Say,
         seed: int | None = None,
     ) -> None:
@@ -53,7 +50,6 @@ class RoundRunner:
         self._requests = requests
         self._fleet, self._core = fleet, fleet.core
         self._responses = responses
-        self._bar = bar
         self._say = say
         self._seed = seed
         self._waiting = sorted(requests, key=lambda each: (each.expected, -each.number))
@@ -70,20 +66,18 @@ class RoundRunner:
         await asyncio.gather(*fleet.take_rows(), return_exceptions=True)  # of the time before: the round's begin now
         fleet.begin(self._round.number)
         self._busy_at = fleet.began
-        self._next_progress = fleet.began + (SAY_S if self._bar.disable else DRAW_S)
+        self._next_progress = fleet.began + SAY_S
         while len(self._round.responses) < len(self._requests):
             while self._waiting and (verifier_id := self._least_loaded()) is not None:
                 await self._send(self._waiting.pop(), verifier_id)
             try:
-                async with asyncio.timeout(DRAW_S):
+                async with asyncio.timeout(LOOK_S):
                     await self._take(await self._core.get_output_async())
             except TimeoutError:
                 pass
             self._look_after(time.monotonic())
         await asyncio.gather(*fleet.take_rows(), return_exceptions=True)
         self._look_after(time.monotonic())
-        if not self._bar.disable:
-            self._show_progress(time.monotonic())
         self._round.parts = [fleet.parts[number] for number in sorted(fleet.parts)]
         self._round.deaths = fleet.deaths
         self._round.settle(self._numbers)
@@ -159,16 +153,7 @@ class RoundRunner:
         elif now - self._busy_at > NOBODY_S:
             raise CommandError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
         if now >= self._next_progress:
-            self._show_progress(now)
-
-    def _show_progress(self, now: float) -> None:
-        tokens = self._tokens + sum(len(record.emitted) for _, record in self._running.values())
-        progress = f"{tokens} tokens, {tokens / max(now - self._fleet.began, 1e-3):.0f} tokens/s"
-        done = len(self._round.responses)
-        if self._bar.disable:
             self._next_progress = now + SAY_S
-            self._say(f"round {self._round.number}: {done} of {len(self._requests)} requests, {progress}")
-        else:
-            self._next_progress = now + DRAW_S
-            self._bar.set_postfix_str(progress, refresh=False)
-            self._bar.update(done - self._bar.n)
+            done = f"round {self._round.number}: {len(self._round.responses)} of {len(self._requests)} requests"
+            tokens = self._tokens + sum(len(record.emitted) for _, record in self._running.values())
+            self._say(f"{done}, {tokens} tokens, {tokens / (now - self._fleet.began):.0f} tokens/s")

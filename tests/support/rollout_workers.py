@@ -1,14 +1,12 @@
 """Verifiers without engines for a rollout, and their directory."""
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from tqdm import tqdm
 from vllm.v1.engine import FinishReason
 
 from backend.config import Settings
@@ -99,5 +97,4 @@ async def run(
 ) -> RoundResult:
     """One round."""
     responses = responses or Outputs(fleet.core, None, log_stats=False)
-    bar = tqdm(file=io.StringIO(), total=len(requests))
-    return await RoundRunner(0, requests, fleet, responses, bar, lambda line: None, seed).run()
+    return await RoundRunner(0, requests, fleet, responses, lambda line: None, seed).run()
