@@ -191,28 +191,12 @@ class Results:
         return [Row(*about, samples) for about, samples in self.samples.items()]
 
 
-class Difference(msgspec.Struct, frozen=True):
-    """The first token in which a configuration differs from the reference, at one point."""
-
-    target: str
-    configuration: str
-    point: str
-    round: int
-    request: int
-    """Index among the measurement's prompts."""
-    position: int
-    """Index among the answer's tokens."""
-    expected: int
-    got: int
-    reference: str
-
-
 def compared(answers: GreedyAnswers) -> int:
     """Number of answers that are compared with a reference."""
     return sum(len(texts) for each in answers.values() for texts in list(each.values())[1:])
 
 
-def differences(answers: GreedyAnswers) -> list[Difference]:
+def differences(answers: GreedyAnswers) -> list[str]:
     """The first difference of every configuration at every point from plain decoding, or else from the first configuration.
 
     Another batch adds floats in another order, so near ties may be decided differently in any mode.
@@ -222,10 +206,11 @@ def differences(answers: GreedyAnswers) -> list[Difference]:
         reference = next((c for c in each if c.mode == PLAIN), next(iter(each)))
         for configuration, texts in each.items():
             differing = (
-                Difference(target, configuration.label, point.name, number, request, position, a, b, reference.label)
-                for request, (one, other) in enumerate(zip(each[reference], texts, strict=True))
-                for position, (a, b) in enumerate(zip(one, other, strict=True))
-                if a != b
+                f"target {target}, {configuration.label}, {point.name}, round {number}, request {request}: token {position} is "
+                f"{other}, with {reference.label} {one}"
+                for request, tokens in enumerate(zip(texts, each[reference], strict=True))
+                for position, (other, one) in enumerate(zip(*tokens, strict=True))
+                if other != one
             )
             found += list(islice(differing, 1))
     return found

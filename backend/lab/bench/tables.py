@@ -7,18 +7,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
-
 from backend.config.sources import Say
 from backend.lab.bench import plot
-from backend.lab.bench.measure import PLAIN, Difference, Results, Row, compared, differences, ratios
+from backend.lab.bench.measure import PLAIN, Results, Row, compared, differences, ratios
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, WARM_UP_TOKENS
 from backend.records.markdown import table
 from backend.records.store import appearing
 
 NATIVES = ("native", PROBABILISTIC)
 NOTHING = "-"
-SHOWN_DIFFERENCES = 20
 Columns = Mapping[str, Callable[[Row], str]]
 """The cells of a row's line in a table, by the columns' heads."""
 
@@ -26,7 +23,7 @@ Columns = Mapping[str, Callable[[Row], str]]
 def write(output: Path, results: Results, say: Say) -> None:
     content = keep(output, results)
     rows = results.rows()
-    (output / "bench.md").write_text(markdown(content, rows, differences(results.greedy)), encoding="utf-8")
+    (output / "bench.md").write_text(markdown(content, rows), encoding="utf-8")
     drawn = plot.draw(rows, output / "bench.png", say, content["paced"])
     say(f"wrote {output}/bench.json, bench.md{', bench.png' if drawn else ''}")
 
@@ -51,11 +48,11 @@ def document(results: Results) -> dict[str, Any]:
         "rows": [row.document(len(split.verifier)) for row in results.rows()],
         "greedy_identical": not unlike if count else None,
         "greedy_compared": count,
-        "greedy_differences": msgspec.to_builtins(unlike),
+        "greedy_differences": unlike,
     }
 
 
-def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Sequence[Difference]) -> str:
+def markdown(content: Mapping[str, Any], rows: Sequence[Row]) -> str:
     hardware = content["hardware"]
     settings = content["settings"]
     lines = [
@@ -83,8 +80,8 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         lines += _section("Throughput: equal verifier, per busy core", _throughput(by_point), by_point, note)
         lines += _section("What a step is made of", CYCLES, [row for row in own if row.values("cycle_ms")], note)
         lines += _section("Per request, and where the time goes", LATENCY, by_point, note)
-    if differences:
-        lines += _differences(differences)
+    if content["greedy_differences"]:
+        lines += ["## Greedy differences", "", *(f"- {each}" for each in content["greedy_differences"])]
     return "\n".join(lines) + "\n"
 
 
@@ -171,13 +168,6 @@ def _throughput(rows: Sequence[Row]) -> Columns:
         "x best native": lambda row: over(row, NATIVES),
         "x off, per busy core": lambda row: over(row, [PLAIN], "tokens_per_busy_core_s"),
     }
-
-
-def _differences(differences: Sequence[Difference]) -> list[str]:
-    body = [[str(value) for value in msgspec.structs.astuple(each)] for each in differences[:SHOWN_DIFFERENCES]]
-    more = len(differences) - len(body)
-    note = [f"and {more} more, in bench.json", ""] if more else []
-    return ["## Greedy differences", *table(Difference.__struct_fields__, body), "", *note]
 
 
 def _describe(target: Mapping[str, Any]) -> str:

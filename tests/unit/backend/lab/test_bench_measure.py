@@ -97,7 +97,7 @@ def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     assert content["greedy_identical"] is False
     assert [(r["mode"], r["rounds"]) for r in content["rows"]] == [("off", 3), ("sync", 3)]
     assert "| code c1 t0 | sync-k4 | 5 | 500 | 3.00 | 25% | 40.0% | - | 2.00 | 50.00 |" in text
-    assert "| demo | sync-k4 | code c1 t0 | 1 | 0 | 1 | 2 | 3 | off |" in text
+    assert "- target demo, sync-k4, code c1 t0, round 1, request 0: token 1 is 3, with off 2" in text
     assert "2 greedy answers compared with plain decoding's: 1 measurements differ" in text
     assert "What a step is made of" not in text, "it was not paced"
     assert "- Before: 3 loads of up to 64 tokens per concurrency and temperature, 4 times as many for `auto`" in text
