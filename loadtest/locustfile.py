@@ -1,4 +1,4 @@
-"""What Locust runs: options, the fleet under test, its users, their number over time, the verdict.  One process, under gevent.
+"""What Locust runs: options, the fleet under test, its users, the verdict.  One process, under gevent.
 
 `locust -f loadtest/locustfile.py --headless`, or without `--headless` for Locust's web page.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import gevent
 import httpx
 import locust.stats
-from locust import FastHttpUser, LoadTestShape, events, task
+from locust import FastHttpUser, events, task
 from locust.argument_parser import get_parser, gt_zero
 from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 from locust.stats import RequestStats, StatsEntry
@@ -51,12 +51,11 @@ locust.stats.bucket_response_time = three_digits
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
-    parser.set_defaults(spawn_rate=100.0, stop_timeout="30")
-    names = "; ".join(f"{name}: {each.summary}" for name, each in SCENARIOS.items())
+    parser.set_defaults(num_users=4, run_time="30", spawn_rate=100.0, stop_timeout="30")
+    names = " ".join(f"{name}: {each.__doc__}" for name, each in SCENARIOS.items())
     figures = ", ".join(slo.FLOORS + slo.CEILINGS)
     add = partial(parser.add_argument, include_in_web_ui=False)
     add("--scenario", default="chat", choices=sorted(SCENARIOS), help=names)
-    add("--duration", dest="run_time", type=gt_zero(float), metavar="S", help="--run-time in seconds (default: the scenario's)")
     add("--prompt-tokens", type=gt_zero(int), default=128, metavar="N", help="length of prompts, roughly")
     add("--max-tokens", type=gt_zero(int), default=64, metavar="N", help="longest answer")
     add("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature")
@@ -78,8 +77,6 @@ def prepare(environment: Any, **_: Any) -> None:
         get_parser().error("--serve is for a fleet that is started here, --host for one that runs")
     if options.master or options.worker or options.processes:
         get_parser().error("the load comes from one process")
-    environment.scenario = SCENARIOS[options.scenario]
-    options.num_users = options.num_users or environment.scenario.users
     options.results = Path(options.results or f"loadtest/results/{options.scenario}-{time.strftime('%Y%m%d-%H%M%S')}")
     options.html_file = options.html_file or str(options.results / "report.html")
     environment.fleet, environment.before = None, {}
@@ -111,10 +108,10 @@ def prepare(environment: Any, **_: Any) -> None:
 @events.test_start.add_listener
 def begin(environment: Any, **_: Any) -> None:
     """A load begins.  With the web page there may be several, one after the other."""
-    environment.indices = itertools.count()
+    environment.indices, environment.began = itertools.count(), time.monotonic()
     environment.before = counters(environment.http)
     options = environment.parsed_options
-    print(f"{options.scenario}: {options.num_users} users, {duration_s(environment):g} s at {environment.host}", flush=True)
+    print(f"{options.scenario}: {options.num_users} users, {options.run_time} s at {environment.host}", flush=True)
 
 
 @events.quitting.add_listener
@@ -136,7 +133,7 @@ def judge(environment: Any, **_: Any) -> None:
     summary = {
         "scenario": options.scenario,
         "users": options.num_users,
-        "duration_s": duration_s(environment),
+        "duration_s": options.run_time,
         "passed": not missed,
         "figures": found,
         "slo": limits,
@@ -193,25 +190,6 @@ def counters(http: httpx.Client) -> dict[str, float]:
     return sums
 
 
-def duration_s(environment: Any) -> float:
-    return float(environment.parsed_options.run_time or environment.scenario.duration_s)
-
-
-class Shape(LoadTestShape):
-    """The scenario's number of users over time."""
-
-    use_common_options = True
-
-    def share(self) -> float:
-        """The share of the load's time that has passed."""
-        return float(self.get_run_time()) / duration_s(self.runner.environment)
-
-    def tick(self) -> tuple[int, float] | None:
-        share, environment = self.share(), self.runner.environment
-        options = environment.parsed_options
-        return (environment.scenario.shape(share, options.num_users), options.spawn_rate) if share < 1 else None
-
-
 class GatewayUser(FastHttpUser):
     """A user that sends its workload's next request, waits for the whole answer, and repeats."""
 
@@ -224,7 +202,11 @@ class GatewayUser(FastHttpUser):
         super().__init__(environment)
         # A string as seed gives the same numbers in every process; `hash` of a string does not.
         chance = random.Random(f"{options.seed}/{next(environment.indices)}")
-        self.workload = environment.scenario.make(options, chance, environment.shape_class.share)
+
+        def share() -> float:
+            return float(time.monotonic() - environment.began) / float(options.run_time)
+
+        self.workload = SCENARIOS[options.scenario](options, chance, share)
         self.request = next(self.workload)
 
     @task

@@ -1,4 +1,4 @@
-"""The scenarios: what their users ask, and the number of users over time.  Pure, but reads the prompts' source from files.
+"""The scenarios: what their users ask.  Pure, but reads the prompts' source from files.
 
 A workload is a generator: it yields a `LoadRequest`, is sent the answer's text, and yields the next one.  It never ends by
 itself.  All its choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server
@@ -40,12 +40,6 @@ def chat(options: Namespace, chance: random.Random, share: Callable[[], float]) 
     """Chat completions with prompts of one length."""
     while True:
         yield _request(options, "chat", _user(prompt("code", options.prompt_tokens, chance)))
-
-
-def completion(options: Namespace, chance: random.Random, share: Callable[[], float]) -> Workload:
-    """Completions with prompts of one length."""
-    while True:
-        yield _request(options, "completion", prompt("code", options.prompt_tokens, chance))
 
 
 def mixed(options: Namespace, chance: random.Random, share: Callable[[], float]) -> Workload:
@@ -117,38 +111,4 @@ def _user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def all_users(share: float, users: int) -> int:
-    """The number of users after this share of the time: always all."""
-    return users
-
-
-def burst(share: float, users: int) -> int:
-    """One user, then all users, each for a sixth of the time, three times."""
-    return 1 if int(share * 6) % 2 == 0 else users
-
-
-def ramp(share: float, users: int) -> int:
-    """More users step by step, up to all of them, in at most eight steps of equal length."""
-    steps = min(users, 8)
-    return max(1, round(users * (int(share * steps) + 1) / steps))
-
-
-class Scenario(NamedTuple):
-    """One way to load a gateway."""
-
-    summary: str
-    make: Make
-    users: int = 4
-    duration_s: float = 30.0
-    shape: Callable[[float, int], int] = all_users
-    """(share of the time that has passed, users at the peak) -> users now."""
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "chat": Scenario("chat completions, streamed", chat),
-    "mixed": Scenario("both endpoints, short and long prompts and answers", mixed),
-    "multiturn": Scenario("conversations of four turns behind one shared system prompt", multiturn),
-    "domain-shift": Scenario("code for the first half of the time, then prose", domain_shift),
-    "burst": Scenario("one user, and all of them in bursts", completion, users=16, shape=burst),
-    "ramp": Scenario("more users step by step", completion, users=16, duration_s=60.0, shape=ramp),
-}
+SCENARIOS: dict[str, Make] = {"chat": chat, "mixed": mixed, "multiturn": multiturn, "domain-shift": domain_shift}

@@ -53,7 +53,7 @@ async def test_a_run_leaves_its_reports(tmp_path: Path) -> None:
     async with running_gateway(verifiers=2) as running:
         for verifier in running.verifiers:
             verifier.behaviour = drafted
-        more = ("--scenario", "mixed", "--prompt-tokens", "8", "--users", "2", "--duration", "2")
+        more = ("--scenario", "mixed", "--prompt-tokens", "8", "--users", "2", "--run-time", "2")
         summary = await loaded(running, tmp_path, *more, "--slo", "acceptance_length=2.5", status=0)
     assert summary["passed"] is True
     assert (summary["users"], summary["slo"]["tgs_p50"], "leftover" in summary["slo"]) == (2, 5, False)
@@ -75,7 +75,7 @@ async def test_what_an_overloaded_server_refuses_is_rejected_and_no_failure(tmp_
         running.begin()
         await eventually(lambda: bool(running.verifier.sequences))
         refused = await running.http.post("/v1/completions", json=COMPLETION)
-        summary = await loaded(running, tmp_path, "--duration", "1", "--no-default-slo", "--slo", "failures=0", status=0)
+        summary = await loaded(running, tmp_path, "--run-time", "1", "--no-default-slo", "--slo", "failures=0", status=0)
     assert summary["figures"]["rejected"] > 0
     report = (tmp_path / "report.html").read_text()
     assert "rejected: 429 rate_limit_exceeded" in report
@@ -85,7 +85,7 @@ async def test_what_an_overloaded_server_refuses_is_rejected_and_no_failure(tmp_
 async def test_what_is_unanswered_at_the_end_is_a_failure_and_failures_gate(tmp_path: Path) -> None:
     async with running_gateway() as running:
         running.verifier.behaviour = stall
-        more = ("--users", "3", "--duration", "1", "--stop-timeout", "1", "--slo", "acceptance_length=2")
+        more = ("--users", "3", "--run-time", "1", "--stop-timeout", "1", "--slo", "acceptance_length=2")
         summary = await loaded(running, tmp_path, *more, status=1)
     assert (summary["scenario"], summary["figures"]["requests"]) == ("chat", 0)
     assert 1 <= summary["figures"]["failures"] <= 3

@@ -1,4 +1,4 @@
-"""The scenarios: what they ask, and when; the objectives."""
+"""The scenarios: what they ask; the objectives."""
 
 import json
 import random
@@ -14,7 +14,7 @@ OPTIONS = Namespace(model="m", prompt_tokens=128, max_tokens=64, temperature=0.0
 
 def first_requests(name: str, count: int, seed: str = "s", share: float = 0.0) -> list[LoadRequest]:
     """The first questions of one user."""
-    workload = SCENARIOS[name].make(OPTIONS, random.Random(seed), lambda: share)
+    workload = SCENARIOS[name](OPTIONS, random.Random(seed), lambda: share)
     return [next(workload), *(workload.send("answer") for _ in range(count - 1))]
 
 
