@@ -1,6 +1,5 @@
 """`outrider bench`: reads its options and measures.  Parent process."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,10 +17,7 @@ RESULTS = Path("benchmarks") / "results"
 def main(arguments: Sequence[str], say: Say) -> None:
     """Runs one benchmark; `say` gets lines of progress.  Raises `CommandError`."""
     options = options_module.parse(arguments)
-    try:
-        split = split_cores(sorted(os.sched_getaffinity(0)), options.verifier_cores, options.drafter_cores)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    split = split_cores()
     # Imported here, because importing vLLM's codec and torch takes seconds, and `--help` should be immediate.
     environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
     from backend.engine.client import EngineRefused

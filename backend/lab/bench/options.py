@@ -72,8 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     say("--warm-ups", type=at_least(1), metavar="N", default=3, help=before)
     say("--model", metavar="NAME", help="measure this target instead: Hugging Face id or directory")
     say("--drafter", metavar="NAME", help="its EAGLE head: Hugging Face id or directory, or ngram")
-    say("--verifier-cores", type=at_least(1), metavar="N", help="default: three quarters of the cores")
-    say("--drafter-cores", type=at_least(1), metavar="N", help="default: a quarter of the cores")
     return parser
 
 

@@ -1,8 +1,9 @@
-"""Plans which configurations run, on which cores, and in which order they are measured.  Pure.
+"""Plans which configurations run, on which cores, and in which order they are measured.
 
 Rounds alternate over the configurations (A B C, B C A, ...), so that other work of the machine affects all of them alike.
 """
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,16 +69,13 @@ class Cell:
     configuration: Configuration
 
 
-def split_cores(available: Sequence[int], verifier: int | None, drafter: int | None) -> CoreSplit:
-    """Splits the cores: by default three quarters for the verifier, the rest for the drafter.  Raises `ValueError`."""
-    cores = tuple(sorted(available))
+def split_cores() -> CoreSplit:
+    """Splits the cores that this process may use: three quarters for verifiers, the rest for the drafter."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
     if len(cores) == 1:
         return CoreSplit(cores, cores)
-    drafting = drafter or (len(cores) - verifier if verifier else max(1, len(cores) // 4))
-    verifying = verifier or len(cores) - drafting
-    if min(drafting, verifying) < 1 or drafting + verifying > len(cores):
-        raise ValueError(f"{len(cores)} cores cannot be split into {verifying} and {drafting}")
-    return CoreSplit(cores[:verifying], cores[verifying : verifying + drafting])
+    verifying = len(cores) - max(1, len(cores) // 4)
+    return CoreSplit(cores[:verifying], cores[verifying:])
 
 
 def configurations(options: Namespace, kind: DrafterKind) -> list[Configuration]:

@@ -9,7 +9,6 @@ piece in another edition.  Alternating rounds, after one that does not count; on
 """
 
 import argparse
-import os
 import random
 import sys
 import tempfile
@@ -79,11 +78,10 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=6, help="of a piece, which has --tokens tokens")
     parser.add_argument("--requests", type=int, default=4)
     given = parser.parse_args()
-    split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         demo = resolve(Settings.model_validate({"mode": "sync"}), lambda line: None)
         models = prepare(given.target, demo, Path(directory))
-        with Processes(models, split, Path(directory)) as processes:
+        with Processes(models, split_cores(), Path(directory)) as processes:
             kinds, make = clients(processes), Prompts(models.target_dir, given.tokens)
 
             def measure(case: str, kind: str, turn: int) -> float:

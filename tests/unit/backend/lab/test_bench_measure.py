@@ -14,12 +14,12 @@ from backend.lab.bench import tables as report
 from backend.lab.bench.load import MeasuredLoad
 from backend.lab.bench.measure import Measurement, Results, Row, Snapshot, ratios, sample
 from backend.lab.bench.pace import Paced
-from backend.lab.bench.plan import Configuration, Point, split_cores
+from backend.lab.bench.plan import Configuration, CoreSplit, Point
 
 OFF = Configuration("off", 0)
 SYNC = Configuration("sync", 4)
 POINT = Point(1, 0.0)
-SPLIT = split_cores([0, 1], None, None)
+SPLIT = CoreSplit((0,), (1,))
 
 
 def stats(busy_s: float, idle_s: float, awaiting_s: float, steps: int, counters: DraftCounters) -> VerifierStats:
