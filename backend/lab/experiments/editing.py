@@ -8,7 +8,6 @@ prompt lacks the piece, and the client sends it as the request's `prediction`, o
 piece in another edition.  Alternating rounds, after one that does not count; one request in flight.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -26,6 +25,9 @@ from backend.models.resolve import resolve
 from backend.records.markdown import table
 from backend.wire.engine import RequestOptions
 
+TARGET, TOKENS, CHANGES = "S", 256, 6
+"""The target, the tokens of a piece, and its changes."""
+ROUNDS, REQUESTS = 3, 4
 PLAIN, HEAD_ONLY, LOOKUPS = "none", "head alone", "head and look-ups"
 PREDICTED, SHARED = "head, look-ups, prediction", "head, look-ups, an earlier answer"
 CASES = {"file in the prompt": True, "file in the prediction alone": False}
@@ -71,24 +73,17 @@ def clients(processes: Processes) -> dict[str, EngineClient]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m backend.lab.experiments.editing", description=__doc__)
-    parser.add_argument("--target", default="S", help="demo, or widened to S or L")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--changes", type=int, default=6, help="of a piece, which has --tokens tokens")
-    parser.add_argument("--requests", type=int, default=4)
-    given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         demo = resolve(Settings.model_validate({"mode": "sync"}), lambda line: None)
-        models = prepare(given.target, demo, Path(directory))
+        models = prepare(TARGET, demo, Path(directory))
         with Processes(models, split_cores(), Path(directory)) as processes:
-            kinds, make = clients(processes), Prompts(models.target_dir, given.tokens)
+            kinds, make = clients(processes), Prompts(models.target_dir, TOKENS)
 
             def measure(case: str, kind: str, turn: int) -> float:
                 chance = random.Random(f"{turn}/{case}")
-                pieces = [make.make(f"edit/{turn}/{case}/{i}") for i in range(given.requests + 1)]
+                pieces = [make.make(f"edit/{turn}/{case}/{i}") for i in range(REQUESTS + 1)]
                 prompts = [piece if CASES[case] else piece[:8] for piece in pieces]
-                earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
+                earlier, answers = ([edited(piece, CHANGES, chance) for piece in pieces] for _ in range(2))
                 if kind == SHARED:
                     speed(kinds[kind], prompts, earlier, [RequestOptions()] * len(pieces))
                 request_options = [
@@ -97,10 +92,10 @@ def main() -> None:
                 return speed(kinds[kind], prompts, answers, request_options)
 
             found: dict[tuple[str, str], list[float]] = {(case, kind): [] for case in CASES for kind in kinds}
-            for turn in range(1 + given.rounds):
+            for turn in range(1 + ROUNDS):
                 for cell, speeds in found.items():
                     speeds.append(measure(*cell, turn))
-                sys.stderr.write(f"round {turn} of {given.rounds}\n")
+                sys.stderr.write(f"round {turn} of {ROUNDS}\n")
     body = []
     for (case, kind), (_, *speeds) in found.items():
         ratios = [[a / b for a, b in zip(speeds, found[case, base][1:], strict=True)] for base in (PLAIN, HEAD_ONLY)]
