@@ -62,10 +62,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Empty for a run that was not paced."""
 
 
-FIGURES = Measurement.__struct_fields__[1:-2]
-"""The names of those that are numbers."""
-
-
 @dataclass(frozen=True)
 class Row:
     """One configuration at one point: a measurement for each round, in order."""
@@ -90,20 +86,8 @@ class Row:
 
     def document(self, cores: int) -> dict[str, Any]:
         """What `bench.json` has of it; `cores` are the verifier's."""
-        by_name = {name: self.values(name) for name in FIGURES}
-        causes = sorted({cause for sample in self.samples for cause in sample.idle})
-        return {
-            "target": self.target,
-            **asdict(self.configuration),
-            **asdict(self.point),
-            "cores": cores,
-            "rounds": len(self.samples),
-            **{name: self.median(name) for name in FIGURES},
-            "idle": {cause: statistics.median(sample.idle.get(cause, 0.0) for sample in self.samples) for cause in causes},
-            "paced": {name: self.median(name) for name in self.samples[0].paced},
-            "spread": {name: [min(values), max(values)] if values else None for name, values in by_name.items()},
-            "per_round": {name: by_name[name] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
-        }
+        about = {"target": self.target, **asdict(self.configuration), **asdict(self.point), "cores": cores}
+        return about | {"rounds": msgspec.to_builtins(self.samples)}
 
 
 def sample(

@@ -57,10 +57,10 @@ def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
         return Row("demo", configuration, POINT, each)
 
     plain, fast = rounds(OFF, [10, 20, 40]), rounds(SYNC, [20, 30, 80])
+    assert (plain.median("tokens_per_s"), plain.median("hit_rate")) == (20, None)
     found = plain.document(1)
-    assert (found["tokens_per_s"], found["spread"]["tokens_per_s"]) == (20, [10, 40])
-    assert (found["hit_rate"], found["spread"]["hit_rate"]) == (None, None)
-    assert (found["mode"], found["k"], found["concurrency"], found["rounds"]) == ("off", 0, 1, 3)
+    assert (found["mode"], found["k"], found["concurrency"]) == ("off", 0, 1)
+    assert [each["tokens_per_s"] for each in found["rounds"]] == [10, 20, 40]
     assert ratios(fast, plain) == [2.0, 1.5, 2.0]
     assert ratios(fast, None) == []
 
@@ -95,7 +95,7 @@ def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     text = written(tmp_path, results)
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["greedy_identical"] is False
-    assert [(r["mode"], r["rounds"]) for r in content["rows"]] == [("off", 3), ("sync", 3)]
+    assert [(r["mode"], len(r["rounds"])) for r in content["rows"]] == [("off", 3), ("sync", 3)]
     assert "| code c1 t0 | sync-k4 | 5 | 500 | 3.00 | 25% | 40.0% | - | 2.00 | 50.00 |" in text
     assert "- target demo, sync-k4, code c1 t0, round 1, request 0: token 1 is 3, with off 2" in text
     assert "2 greedy answers compared with plain decoding's: 1 measurements differ" in text
