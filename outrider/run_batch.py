@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import msgspec
@@ -35,13 +35,6 @@ REPORT_S = 5.0
 SHOWN_ERRORS = 5
 
 
-class GatewayAddress(NamedTuple):
-    """The gateway to send requests to."""
-
-    url: str
-    key: str | None
-
-
 class _Answer(msgspec.Struct):
     """The fields that are read from a line of an earlier output."""
 
@@ -64,12 +57,12 @@ def main(arguments: list[str], say: Say) -> int:
     configure_logging("warning")
     if given.concurrency < 1:
         raise ConfigError("--concurrency: must be 1 or more")
-    gateway = GatewayAddress(_url(given.url), settings.gateway.api_key)
-    return asyncio.run(carry_out(gateway, given.input_file, given.output_file, given.concurrency, say))
+    url, key = _url(given.url), settings.gateway.api_key
+    return asyncio.run(carry_out(url, key, given.input_file, given.output_file, given.concurrency, say))
 
 
-async def carry_out(gateway: GatewayAddress, source: Path, target: Path, concurrency: int, say: Say) -> int:
-    """Writes an answer to every line of `source`; returns how many are errors.  Raises `CommandError`."""
+async def carry_out(url: str, key: str | None, source: Path, target: Path, concurrency: int, say: Say) -> int:
+    """Writes the gateway's answers to the lines of `source`; returns how many are errors.  Raises `CommandError`."""
     try:
         total = _checked(source)
         done, failed = _resume(source, target)
@@ -78,14 +71,14 @@ async def carry_out(gateway: GatewayAddress, source: Path, target: Path, concurr
         raise CommandError(f"{error.filename}: {error.strerror}") from error
     if done:
         say(f"{len(done)} of {total} requests are answered already")
-    headers = {} if gateway.key is None else {"authorization": f"Bearer {gateway.key}"}
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_connections=concurrency)
     timeout = httpx.Timeout(None, connect=10.0)
     # With a transport of its own, no proxy is asked.
-    transport = httpx.AsyncHTTPTransport(limits=limits) if is_here(gateway.url) else None
+    transport = httpx.AsyncHTTPTransport(limits=limits) if is_here(url) else None
     with output:
         async with httpx.AsyncClient(
-            base_url=gateway.url, headers=headers, limits=limits, timeout=timeout, transport=transport
+            base_url=url, headers=headers, limits=limits, timeout=timeout, transport=transport
         ) as http:
             await _greet(http)
             requests = (each for each in _requests(source) if each.custom_id not in done)

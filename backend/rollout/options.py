@@ -47,11 +47,6 @@ def slices(options: Namespace, rows: int) -> list[range]:
     return parts[: options.rounds]
 
 
-def trace_options(arguments: Sequence[str]) -> Namespace:
-    """Parses the arguments of `outrider trace make`.  Raises `ConfigError`; `--help` ends the program."""
-    return _trace_parser().parse_args(list(arguments))
-
-
 def fleet_settings(options: Namespace, settings: Settings) -> Settings:
     """The settings of the rollout's own fleet."""
     if not options.fixed:
@@ -103,7 +98,8 @@ def _rollout_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _trace_parser() -> argparse.ArgumentParser:
+def trace_options(arguments: Sequence[str]) -> Namespace:
+    """Parses the arguments of `outrider trace make`.  Raises `ConfigError`; `--help` ends the program."""
     parser = Parser(
         prog="outrider trace make",
         description="Makes a trace for demonstrations: prompts and responses cut out of Python source code.",
@@ -118,7 +114,7 @@ def _trace_parser() -> argparse.ArgumentParser:
     say("--max-prompt", type=at_least(16), default=256, metavar="N", help="longest prompt in tokens (default: 256)")
     say("--max-gen", type=at_least(16), default=512, metavar="N", help="longest response in tokens (default: 512)")
     say("--seed", type=int, default=0, metavar="N", help="of the cuts (default: 0)")
-    return parser
+    return parser.parse_args(list(arguments))
 
 
 def _sampling(text: str) -> dict[str, Any]:

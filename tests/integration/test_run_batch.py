@@ -7,7 +7,7 @@ import pytest
 
 from backend.config.sources import CommandError, ConfigError
 from outrider import run_batch
-from outrider.run_batch import GatewayAddress, carry_out
+from outrider.run_batch import carry_out
 from tests.integration.test_gateway_batches import TEXTS, jsonl, request
 from tests.support.fake_verifier import count_up, eventually, silence
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -30,8 +30,7 @@ async def test_every_line_is_answered_once_the_gateway_has_room(files, monkeypat
     source.write_bytes(jsonl(*(request(f"c{n}") for n in range(5)), *texts, request("bad", bad), request("no", url="/v1/no")))
     reported: list[str] = []
     async with running_gateway(api_key="k3y", max_in_flight=1) as running:
-        gateway = GatewayAddress(running.server.url, "k3y")
-        assert await carry_out(gateway, source, target, 4, reported.append) == 2
+        assert await carry_out(running.server.url, "k3y", source, target, 4, reported.append) == 2
         assert reported == ["12 requests, 2 of them failed"]
         answers = lines_by_id(target)
         assert len(answers) == 12
@@ -43,7 +42,7 @@ async def test_every_line_is_answered_once_the_gateway_has_room(files, monkeypat
             "no": 404,
         }
         with pytest.raises(CommandError, match="--api-key"):
-            await carry_out(GatewayAddress(running.server.url, None), source, target, 4, reported.append)
+            await carry_out(running.server.url, None, source, target, 4, reported.append)
 
 
 async def test_a_proxy_for_the_world_outside_is_not_asked(running, files, monkeypatch):
@@ -52,7 +51,7 @@ async def test_a_proxy_for_the_world_outside_is_not_asked(running, files, monkey
     monkeypatch.delenv("no_proxy", raising=False)
     source, target = files
     source.write_bytes(jsonl(request("a")))
-    assert await carry_out(GatewayAddress(running.server.url, None), source, target, 1, print) == 0
+    assert await carry_out(running.server.url, None, source, target, 1, print) == 0
 
 
 async def test_it_goes_on_where_it_ended(running, files):
@@ -63,8 +62,8 @@ async def test_it_goes_on_where_it_ended(running, files):
         await (count_up if verifier.sequences.index(sequence) < 3 else silence)(verifier, sequence)
 
     running.verifier.behaviour = few
-    gateway = GatewayAddress(running.server.url, None)
-    first = asyncio.create_task(carry_out(gateway, source, target, 2, lambda line: None))
+    url = running.server.url
+    first = asyncio.create_task(carry_out(url, None, source, target, 2, lambda line: None))
     await eventually(lambda: target.exists() and len(target.read_text().splitlines()) == 3)
     # Both workers wait for an answer now: no request arrives after the count below.
     await eventually(lambda: len(running.verifier.sequences) == 5)
@@ -74,34 +73,34 @@ async def test_it_goes_on_where_it_ended(running, files):
         file.write(jsonl({"custom_id": "c4", "response": None, "error": {}}) + b'{"custom_id": "c5", "resp')
     running.verifier.behaviour = count_up
     before = len(running.verifier.sequences)
-    assert await carry_out(gateway, source, target, 2, lambda line: None) == 0
+    assert await carry_out(url, None, source, target, 2, lambda line: None) == 0
     assert lines_by_id(target).keys() == {f"c{n}" for n in range(6)}
     assert len(target.read_text().splitlines()) == 6
     assert len(running.verifier.sequences) == before + 3
     # A third time there is nothing to do.
-    assert await carry_out(gateway, source, target, 2, lambda line: None) == 0
+    assert await carry_out(url, None, source, target, 2, lambda line: None) == 0
     assert len(running.verifier.sequences) == before + 3
 
 
 async def test_wrong_files_are_told_before_anything_is_sent(files):
     source, target = files
-    gateway = GatewayAddress("http://127.0.0.1:9", None)
+    url = "http://127.0.0.1:9"
     with pytest.raises(CommandError, match=r"in\.jsonl: No such file"):
-        await carry_out(gateway, source, target, 2, print)
+        await carry_out(url, None, source, target, 2, print)
     source.write_bytes(jsonl(request("a"), b"{", request("a"), request("b", url="/metrics")))
     with pytest.raises(CommandError, match=r"in\.jsonl:2: .*; .*in\.jsonl:3: .*; .*in\.jsonl:4: "):
-        await carry_out(gateway, source, target, 2, print)
+        await carry_out(url, None, source, target, 2, print)
     source.write_bytes(jsonl(request("a")))
     target.write_bytes(jsonl({"custom_id": "other", "response": {}}))
     with pytest.raises(CommandError, match="other requests"):
-        await carry_out(gateway, source, target, 2, print)
+        await carry_out(url, None, source, target, 2, print)
     target.write_text("my notes\n")
     with pytest.raises(CommandError, match="no output"):
-        await carry_out(gateway, source, target, 2, print)
+        await carry_out(url, None, source, target, 2, print)
     assert target.read_text() == "my notes\n"
     target.unlink()
     with pytest.raises(CommandError, match="no gateway answers"):
-        await carry_out(gateway, source, target, 2, print)
+        await carry_out(url, None, source, target, 2, print)
 
 
 async def test_it_gives_up_on_a_gateway_that_is_gone(files, monkeypatch):
@@ -111,7 +110,7 @@ async def test_it_gives_up_on_a_gateway_that_is_gone(files, monkeypatch):
     source.write_bytes(jsonl(request("a")))
     async with running_gateway() as running:
         running.verifier.behaviour = silence
-        work = asyncio.create_task(carry_out(GatewayAddress(running.server.url, None), source, target, 1, print))
+        work = asyncio.create_task(carry_out(running.server.url, None, source, target, 1, print))
         await eventually(lambda: bool(running.verifier.sequences))
         running.server.stop()
         running.server.stop()
