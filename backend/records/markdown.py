@@ -39,14 +39,13 @@ def sections(summary: Summary) -> list[str]:
             for each in summary.workers
         ],
     )
-    lines += table(
+    return lines + table(
         ("", "mean", "least", "10 %", "median", "90 %", "most", "sum"),
         [
             (name, *(_rounded(value) for value in (each.mean, each.min, each.p10, each.median, each.p90, each.max, each.sum)))
             for name, each in summary.summary.items()
         ],
     )
-    return lines
 
 
 def _rounded(value: float) -> str:

@@ -128,7 +128,6 @@ CYCLES: Columns = {
     "+ awaiting drafts": _median("awaiting_ms", 2),
     "+ overhead": _median("overhead_ms", 2),
     "steps overrun": _percent("overrun_share"),
-    "idle awaiting drafts": _percent("idle_awaiting_draft", 1),
     "draft passes overrun": _percent("pass_overrun_share"),
     "by ms / pass": _median("pass_overrun_ms", 3),
 }
