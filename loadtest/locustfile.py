@@ -202,11 +202,8 @@ class GatewayUser(FastHttpUser):
         super().__init__(environment)
         # A string as seed gives the same numbers in every process; `hash` of a string does not.
         chance = random.Random(f"{options.seed}/{next(environment.indices)}")
-
-        def share() -> float:
-            return float(time.monotonic() - environment.began) / float(options.run_time)
-
-        self.workload = SCENARIOS[options.scenario](options, chance, share)
+        make = SCENARIOS[options.scenario]
+        self.workload = make(options, chance, lambda: (time.monotonic() - environment.began) / options.run_time)
         self.request = next(self.workload)
 
     @task
