@@ -59,20 +59,18 @@ def _complete(params: Any, shares_noise: bool, emitted: int, options: RequestOpt
     if emitted:
         # The prompt's log probabilities were sent with the first token.
         params.prompt_logprobs = None
-    if params.extra_args:
-        # Clients may pass extra arguments (`vllm_xargs`), but these belong to the verifier.
-        theirs = params.extra_args
-        params.extra_args = {
-            name: theirs[name] for name in theirs.keys() - {NOISE_SEED, INDEPENDENT, LOGPROBS_MODE, NOT_LEARNED}
-        }
+    # Clients may pass extra arguments (`vllm_xargs`), but these belong to the verifier.
+    own = {NOISE_SEED, INDEPENDENT, LOGPROBS_MODE, NOT_LEARNED}
+    arguments = {name: value for name, value in (params.extra_args or {}).items() if name not in own}
     if shares_noise:
-        _seed(params)
+        arguments |= _noise(params)
     elif emitted and params.seed is not None:
         params.seed = continued_seed(params.seed, emitted)
     if options.logprobs_mode is not None:
-        _add_argument(params, LOGPROBS_MODE, options.logprobs_mode)
+        arguments[LOGPROBS_MODE] = options.logprobs_mode
     if not options.learn:
-        _add_argument(params, NOT_LEARNED, True)
+        arguments[NOT_LEARNED] = True
+    params.extra_args = arguments or None
 
 
 def continued_seed(seed: int, emitted: int) -> int:
@@ -98,20 +96,20 @@ def _check_vocabulary(core: EngineCore, tokens: Sequence[int], name: str) -> Non
         raise ValueError(f"{name} is not in the vocabulary")
 
 
-def _seed(params: Any) -> None:
-    """Decides how a sampled request's drafts are judged, and moves the seed to where our sampler reads it.
+def _noise(params: Any) -> dict[str, Any]:
+    """The arguments that say how a sampled request's drafts are judged, with its seed, which `params` loses.
 
     vLLM would create an unused generator from `params.seed`.
     """
     # `sampling_type` must not be read here: vLLM caches its value, and would still create the generator.
     if params.temperature < GREEDY_BELOW:
-        return
+        return {}
+    seed, params.seed = params.seed, None
     # vLLM cuts drafts before the first token that a grammar forbids.  That decision has seen the token, so only drafts that
     # decide nothing may be cut so.
-    if params.seed is None and params.structured_outputs is None and fixed_response(params) is None:
-        _add_argument(params, INDEPENDENT, True)
-    _add_argument(params, NOISE_SEED, secrets.randbits(64) if params.seed is None else params.seed % 2**64)
-    params.seed = None
+    is_independent = seed is None and params.structured_outputs is None and fixed_response(params) is None
+    noise = {NOISE_SEED: secrets.randbits(64) if seed is None else seed % 2**64}
+    return noise | {INDEPENDENT: True} if is_independent else noise
 
 
 def acceptance_rule(params: Any) -> Rule:
@@ -121,10 +119,6 @@ def acceptance_rule(params: Any) -> Rule:
     shares_noise = params.extra_args and NOISE_SEED in params.extra_args and INDEPENDENT not in params.extra_args
     # vLLM's own sampler has no shared noise.
     return Rule.SHARED if shares_noise else Rule.INDEPENDENT
-
-
-def _add_argument(params: Any, name: str, value: Any) -> None:
-    params.extra_args = {**(params.extra_args or {}), name: value}
 
 
 def _advance_grammar(manager: Any, request: Any, emitted: list[int]) -> None:
