@@ -9,6 +9,7 @@ import os
 from typing import ClassVar
 
 from backend.config import Settings
+from backend.coordinator import FleetInfo
 from backend.fleet import Member, MemberKind
 from backend.member.actor import MemberActor, MemberProcess
 from backend.models.head_config import CheckpointError
@@ -38,19 +39,13 @@ class DrafterActor(MemberActor):
         self._membership.take_head(head_dir, self._process.takes_features)
         return None
 
-    def _build(
-        self,
-        member: Member,
-        settings: Settings,
-        paths: ResolvedModels,
-        fleet_keys: ServerKeys | None,
-        server_keys: ServerKeys | None,
-    ) -> MemberProcess:
+    def _build(self, member: Member, settings: Settings, info: FleetInfo, keys: ServerKeys | None) -> MemberProcess:
         # torch's import is slow; the fleet now knows that this member is starting, and the launcher need not wait for it.
         import torch
 
         from backend.drafter.process import DrafterModel, DrafterProcess
 
+        paths = info.models
         if member.cores:
             torch.set_num_threads(len(member.cores))
         fleet_head = paths.drafter_dir if KINDS[paths.drafter_kind].takes_features else None
@@ -60,8 +55,8 @@ class DrafterActor(MemberActor):
             DrafterModel(paths.target_dir, own.directory, fleet_head, paths.learning_dir, kind=own.kind),
             settings.drafting,
             member.address,
-            Wire(fleet_keys),
-            server_keys,
+            Wire(info.fleet_keys),
+            keys,
             on_crash=_exit,
             tracing=open_tracing(settings.tracing, "drafter", member.id),
             local_address=member.local_address,

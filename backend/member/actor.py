@@ -78,7 +78,7 @@ class MemberActor(ABC):
         self._process: Any = None
         self._membership = Membership(CoordinatorHandle.connect(namespace), member, self._stats, self._obey)
         self._membership.join_fleet()
-        process = self._build(member, loaded, paths, info.fleet_keys, server_keys)
+        process = self._build(member, loaded, info, server_keys)
         process.start()
         self._process = process
         # The port of a tcp socket is known once it is bound.
@@ -91,15 +91,8 @@ class MemberActor(ABC):
         self._process.stop()
 
     @abstractmethod
-    def _build(
-        self,
-        member: Member,
-        settings: Settings,
-        paths: ResolvedModels,
-        fleet_keys: ServerKeys | None,
-        server_keys: ServerKeys | None,
-    ) -> MemberProcess:
-        """Makes the serving part."""
+    def _build(self, member: Member, settings: Settings, info: FleetInfo, keys: ServerKeys | None) -> MemberProcess:
+        """Makes the serving part; `keys`: of its own tcp socket, if it has one."""
 
     def _model(self, settings: Settings, paths: ResolvedModels, member_id: str) -> str:
         """The member's model, as shown to people."""

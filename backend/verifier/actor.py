@@ -3,9 +3,9 @@
 from typing import ClassVar
 
 from backend.config import Settings
+from backend.coordinator import FleetInfo
 from backend.fleet import Member, MemberKind, Orders
 from backend.member.actor import MemberActor, MemberProcess
-from backend.models.resolve import ResolvedModels
 from backend.transport import ServerKeys
 
 
@@ -14,27 +14,12 @@ class VerifierActor(MemberActor):
 
     kind: ClassVar[MemberKind] = "verifier"
 
-    def _build(
-        self,
-        member: Member,
-        settings: Settings,
-        paths: ResolvedModels,
-        fleet_keys: ServerKeys | None,
-        server_keys: ServerKeys | None,
-    ) -> MemberProcess:
+    def _build(self, member: Member, settings: Settings, info: FleetInfo, keys: ServerKeys | None) -> MemberProcess:
         # vLLM's import is slow; meanwhile the fleet hears that this member is starting.
         from backend.verifier.process import VerifierProcess
 
-        return VerifierProcess(
-            member.id,
-            member.incarnation,
-            settings,
-            paths,
-            member.address,
-            fleet_keys,
-            server_keys,
-            local_address=member.local_address,
-        )
+        own = member.address, info.fleet_keys, keys, member.local_address
+        return VerifierProcess(member.id, member.incarnation, settings, info.models, *own)
 
     def _is_idle(self) -> bool:
         stats = self._process.stats()
