@@ -183,21 +183,10 @@ class RemoteDrafting(EarlyRunner):
         # vLLM's own test covers the whole batch: one request near its context limit would stop drafting for all requests.
         return common_attn_metadata is not None
 
-    def propose_draft_token_ids(
-        self,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        spec_decode_metadata: Any,
-        common_attn_metadata: Any,
-        slot_mappings: Any,
-    ) -> list[list[int]]:
-        """vLLM's method of the same name.  `hidden_states`, and the aux tensor of each layer, is `[num_tokens, hidden]`."""
+    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *_: Any) -> list[list[int]]:
+        """vLLM's method of the same name, which it calls after sampling."""
         if self.shipper is not None:
-            step = self._final(sampled_token_ids, spec_decode_metadata)
+            step = self._final(sampled_token_ids, scheduler_output.scheduled_spec_decode_tokens)
             if self.ships_features:
                 self.shipper.end(step)
             else:
@@ -240,11 +229,11 @@ class RemoteDrafting(EarlyRunner):
         starts = batch.num_computed_tokens_cpu[: len(request_ids)].tolist()
         return StepRows(request_ids, starts, [0] * len(starts), [of[each] for each in request_ids], batch.token_ids_cpu)
 
-    def _final(self, sampled: list[list[int]], metadata: Any) -> StepRows:
+    def _final(self, sampled: list[list[int]], drafts: dict[str, list[int]]) -> StepRows:
         """The step's rows; those of rejected draft tokens are not final."""
         computed = self._step.computed
-        if not sampled or metadata is None:
+        if not sampled or not drafts:
             return self._step._replace(counts=computed)
-        drafted = metadata.num_draft_tokens
+        drafted = [len(drafts.get(each, ())) for each in self._step.request_ids]
         counts = [n - d + len(own) - 1 if own else n for n, d, own in zip(computed, drafted, sampled, strict=True)]
         return self._step._replace(counts=counts)

@@ -179,7 +179,7 @@ class SimulatedCore:
                 assert draft.tokens[: len(tokens)] == tokens
 
     def _run(self, scheduled: Any) -> ModelRunnerOutput:
-        ids, computed, rows, sampled, counts, hidden = list(scheduled.num_scheduled_tokens), [], [], [], [], []
+        ids, computed, rows, sampled, hidden = list(scheduled.num_scheduled_tokens), [], [], [], []
         ends: list[tuple[int, int]] = []
         for request_id in ids:
             request, text = self.scheduler.requests[request_id], self.texts[request_id]
@@ -202,16 +202,14 @@ class SimulatedCore:
             ends.append((known, known + len(emitted)))
             computed.append(first)
             sampled.append(emitted)
-            counts.append(len(drafts))
         self.runner.input_batch = SimpleNamespace(req_ids=ids, num_computed_tokens_cpu=np.array(computed), token_ids_cpu=rows)
         joined = torch.cat(hidden)
-        metadata = SimpleNamespace(num_draft_tokens=counts)
         self.runner.execute_model_state = SimpleNamespace(hidden_states=joined, aux_hidden_states=None)
         self.runner.execute_model(scheduled)
         self.scheduler.get_grammar_bitmask(scheduled)
         for request_id, row, (known, end) in zip(ids, rows, ends, strict=True):
             row[known:end] = self.texts[request_id].tokens[known:end]
-        self.runner.propose_draft_token_ids(scheduled, sampled, None, joined, joined, None, metadata, None, None)
+        self.runner.propose_draft_token_ids(scheduled, sampled)
         self.runner.execute_model_state = None
         return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled)
 
