@@ -103,7 +103,9 @@ class SharedNoise:
         runner: Any = self
         batch = runner.input_batch
         states = [runner.requests[each] for each in batch.req_ids]
-        scales = _noise_shares(batch.sampling_metadata)
+        temperature = batch.sampling_metadata.temperature
+        assert temperature is not None
+        scales = (temperature >= GREEDY_BELOW).to(torch.float32)
         lengths = batch.num_tokens_no_spec[: len(states)].astype(np.int64)
         seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
         free = [i for i, each in enumerate(states) if rows.drafted[i] and _argument(each, INDEPENDENT, False)]
@@ -128,17 +130,13 @@ def _argument(state: Any, name: str, default: Any) -> Any:
     return params.extra_args.get(name, default) if params is not None and params.extra_args else default
 
 
-def _noise_shares(metadata: SamplingMetadata) -> Tensor:
-    """The share of noise in each request's choice `[requests]`: none if it is greedy."""
-    assert metadata.temperature is not None
-    scales: Tensor = (metadata.temperature >= GREEDY_BELOW).to(torch.float32)
-    return scales
-
-
 def _choose(
     logits: Tensor, scales: Tensor, rows: LogitRows, seeds: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]
 ) -> Tensor:
-    """The verifier's own token of each row, `[rows]`; `logits` are already divided by the temperature."""
+    """The verifier's own token of each row, `[rows]`; `logits` are already divided by the temperature.
+
+    `scales` `[requests]`: the share of noise in each request's choice; 0 if it is greedy.
+    """
     keys = np.stack((seeds[rows.request], lengths[rows.request] + rows.depth))
     on_device, scales = async_tensor_h2d(keys, device=logits.device), rows.spread(scales)
     return choose(logits, on_device[0], on_device[1], torch.ones_like(scales), scales).columns
