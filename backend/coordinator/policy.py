@@ -289,11 +289,13 @@ class Coordinator:
         return self.lease_s if entry.state != "starting" else max(self.lease_s, START_LEASE_S)
 
     def _drafters_of(self, member: Member) -> list[DrafterRef]:
-        generations = self._generations.get(member.id, {})
-        return [
-            _reference(self._entries[drafter].member, generation, member.node_id)
-            for drafter, generation in sorted(generations.items())
-        ]
+        """Its drafters as it must know them."""
+        references = []
+        for drafter_id, generation in sorted(self._generations.get(member.id, {}).items()):
+            of = self._entries[drafter_id].member
+            where = reached_at(of, member.node_id), of.server_key
+            references.append(DrafterRef(of.id, of.incarnation, *where, generation, of.head, of.takes_features, of.swaps))
+        return references
 
     def _bind(self, pair: Pair, now: float) -> None:
         self._version += 1
@@ -310,10 +312,3 @@ class Coordinator:
         for pair in [pair for pair in self._since if member_id in pair]:
             self._unbind(pair)
         self.changed()
-
-
-def _reference(member: Member, generation: int, node_id: str) -> DrafterRef:
-    """A drafter as a verifier on that Ray node must know it."""
-    address = reached_at(member, node_id)
-    head, swaps = member.head, member.swaps
-    return DrafterRef(member.id, member.incarnation, address, member.server_key, generation, head, member.takes_features, swaps)

@@ -102,11 +102,8 @@ def reasoning_parser(name: str, model_dir: str, chat_template: str | None = None
 def _first(rows: Iterable[Row], model_dir: str, chat_template: str | None) -> str | None:
     model_type = str(text_config(read_config(model_dir)).get("model_type", ""))
     template = _given(chat_template) if chat_template else template_of(model_dir)
-    return next((name for types, mark, name in rows if _fits(types, model_type) and mark in template), None)
-
-
-def _fits(types: str, model_type: str) -> bool:
-    return any(fnmatchcase(model_type, each) for each in types.split("|"))
+    fitting = (row for row in rows if any(fnmatchcase(model_type, each) for each in row[0].split("|")))
+    return next((name for _, mark, name in fitting if mark in template), None)
 
 
 def _given(chat_template: str) -> str:

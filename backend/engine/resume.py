@@ -50,7 +50,10 @@ def add_request(
         # The verifier that began the request has counted its prompt and reported its cached tokens.
         made.prefill_stats = None
         if made.use_structured_output:
-            _advance_grammar(core.structured_output_manager, made, list(emitted))
+            # The request waits until its grammar is compiled *and* has accepted the `emitted` tokens.  Both happen on threads
+            # of vLLM's manager: a slow grammar must not delay the steps of other requests.
+            structured, manager = made.structured_output_request, core.structured_output_manager
+            structured.grammar = manager.executor.submit(_advanced, manager, made, structured._grammar, list(emitted))
     core.add_request(made, wave)
 
 
@@ -119,16 +122,6 @@ def acceptance_rule(params: Any) -> Rule:
     shares_noise = params.extra_args and NOISE_SEED in params.extra_args and INDEPENDENT not in params.extra_args
     # vLLM's own sampler has no shared noise.
     return Rule.SHARED if shares_noise else Rule.INDEPENDENT
-
-
-def _advance_grammar(manager: Any, request: Any, emitted: list[int]) -> None:
-    """Makes the request wait until its grammar is compiled *and* has accepted the `emitted` tokens.
-
-    Both happen on threads of vLLM's manager: a slow grammar must not delay the steps of other requests.
-    """
-    structured = request.structured_output_request
-    compiled = structured._grammar
-    structured.grammar = manager.executor.submit(_advanced, manager, request, compiled, emitted)
 
 
 def _advanced(manager: Any, request: Any, compiled: Any, emitted: list[int]) -> Any:

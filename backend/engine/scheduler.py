@@ -213,7 +213,9 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         output.outrider.pairings.update(self._pair_with_drafters(output.scheduled_new_reqs))
         output.outrider.proposals.update(attached.proposals)
         output.outrider.asks.update(attached.asks)
-        output.outrider.chance_weights.update(self._chance_weights() if attached.asks else {})
+        if attached.asks:
+            weights_of = self.speculator.candidates.chance_weights
+            output.outrider.chance_weights.update({drafter_id: weights_of(drafter_id) for drafter_id in self._refs})
         tokens = output.total_num_scheduled_tokens
         could_admit = len(self.waiting) and tokens < self.max_num_scheduled_tokens
         self._held_back = self.waiting.peek_request() if could_admit else None
@@ -226,9 +228,6 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
                 if request.num_output_tokens:
                     output.outrider.settled[request_id] = request.num_output_tokens, request.output_token_ids[-RESTS_AFTER:]
         return output
-
-    def _chance_weights(self) -> dict[str, list[list[float]]]:
-        return {drafter_id: self.speculator.candidates.chance_weights(drafter_id) for drafter_id in self._refs}
 
     def _pair_with_drafters(self, new: list[Any]) -> dict[str, Pairing]:
         pairings = {}

@@ -90,8 +90,10 @@ def plan_moves(loads: Sequence[BalancingLoad], movables: Sequence[Movable], now:
     moves: list[Move] = []
     while candidates and len(moves) < MOVES and _still_apart(slow, n, fast, m):
         per_token = slow.seconds(n) - slow.seconds(n - 1) - (fast.seconds(m + 1) - fast.seconds(m))
-        priced = [(_price(each, per_token, m, fast), each) for each in candidates if each.tokens + each.remaining <= room]
-        worth = [(gain - cost, gain, cost, each) for (gain, cost), each in priced if gain > GAIN * cost]
+        fitting = (each for each in candidates if each.tokens + each.remaining <= room)
+        waiting_s = (m + 1) / fast.prefill_tokens_per_s
+        priced = ((each.remaining * per_token, each.tokens * waiting_s, each) for each in fitting)
+        worth = [(gain - cost, gain, cost, each) for gain, cost, each in priced if gain > GAIN * cost]
         if not worth:
             break
         _, gain, cost, best = max(worth, key=lambda each: (each[0], each[3].id))
@@ -124,11 +126,6 @@ def _still_apart(slow: BalancingLoad, n: int, fast: BalancingLoad, m: int) -> bo
         return False
     after = fast.seconds_per_token(m + 1)
     return slow.seconds_per_token(n) > GAP * after and (n == 1 or slow.seconds_per_token(n - 1) >= after)
-
-
-def _price(request: Movable, per_token: float, neighbours: int, fast: BalancingLoad) -> tuple[float, float]:
-    cost = request.tokens / fast.prefill_tokens_per_s * (neighbours + 1)
-    return request.remaining * per_token, cost
 
 
 def expected_remaining(emitted: int, max_tokens: int, typical: float) -> float:

@@ -11,10 +11,7 @@ from backend.engine.counting import StepOrders
 class EarlyRunner:
     """Mixin over vLLM's V1 model runner."""
 
-    def begin_synchronous(self) -> None:
-        """Must be called between construction and `load_model`.  vLLM's own asynchronous drafting stays off."""
-        runner: Any = self
-        runner.use_async_scheduling = runner.use_async_spec_decode = False
+    use_async_scheduling: bool
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """vLLM's method of the same name."""

@@ -124,7 +124,8 @@ class RemoteDrafting(EarlyRunner):
         `aux_layers` are the layers that an EAGLE-3 head reads.  If empty, the last hidden state is the feature (EAGLE-1), or
         there are no features (n-gram).
         """
-        self.begin_synchronous()
+        # Steps that begin early switch it on.  vLLM's own asynchronous drafting stays off.
+        self.use_async_scheduling = self.use_async_spec_decode = False
         self.shipper = shipper
         if shipper is not None:
             shipper.opening = self._opening

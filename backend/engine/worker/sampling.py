@@ -89,8 +89,8 @@ class SharedNoise:
         rows = LogitRows(drafted, logits.device)
         raw = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
-            mode = runner.sampler.logprobs_mode
-            raw = np.array([_wants_raw(runner.requests[each], mode) for each in batch.req_ids])
+            modes = (_argument(runner.requests[each], LOGPROBS_MODE, runner.sampler.logprobs_mode) for each in batch.req_ids)
+            raw = np.array([mode.startswith("raw") for mode in modes])
         processed, kept = _processed(logits, metadata, rows, runner.sampler, raw)
         if metadata.all_greedy:
             emitted = _accepted(runner.sampler.greedy_sample(processed), drafts, rows)
@@ -118,11 +118,6 @@ class SharedNoise:
         # What is chosen for these is replaced: no noise is computed for it.
         chosen = _choose(logits, scales.index_fill(0, at, 0.0), rows, seeds, lengths)
         return _accepted(chosen, drafts, rows).index_copy_(0, at, judged)
-
-
-def _wants_raw(state: Any, mode: str) -> bool:
-    """Whether a request's log probabilities are the model's; `mode` is vLLM's `logprobs_mode`, the default."""
-    return bool(_argument(state, LOGPROBS_MODE, mode).startswith("raw"))
 
 
 def _argument(state: Any, name: str, default: Any) -> Any:
