@@ -1,8 +1,11 @@
 """Decides when a draining member has nothing left to do.  Pure; the operator asks it with every snapshot."""
 
+from dataclasses import dataclass, field
+
 from backend.fleet import FleetSnapshot
 
 
+@dataclass
 class Emptying:
     """Follows one member that takes no new work from fleet version `version` on.
 
@@ -12,12 +15,11 @@ class Emptying:
     counted after the first had been seen.
     """
 
-    def __init__(self, member_id: str, version: int) -> None:
-        self._member_id = member_id
-        self._version = version
-        self._unassigned_at: float | None = None
-        self._counted: set[float] = set()
-        """The different states of the verifier's counters that were seen since all gateways have known."""
+    _member_id: str
+    _version: int
+    _unassigned_at: float | None = None
+    _counted: set[float] = field(default_factory=set)
+    """The different states of the verifier's counters that were seen since all gateways have known."""
 
     def is_over(self, snapshot: FleetSnapshot, now: float) -> bool:
         """Whether the member may be ended without losing work; True for a lost one.

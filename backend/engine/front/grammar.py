@@ -188,7 +188,7 @@ class Check:
         check_json_nesting(constraint.structural_tag, structural_tag=True)
         _check_kept(constraint, self._vllm_config.structured_outputs_config.backend == "xgrammar")
         if isinstance(constraint.structural_tag, str):
-            for schema in _schemas_of(constraint.structural_tag):
+            for schema in schemas_of_tag(constraint.structural_tag):
                 # llguidance compiles them only when the model gets there.
                 if isinstance(verdict := self(StructuredOutputsParams(json=schema)), str):
                     return verdict
@@ -231,9 +231,3 @@ def _check_kept(constraint: StructuredOutputsParams, by_xgrammar: bool) -> None:
         with contextlib.suppress(json.JSONDecodeError):
             schema = json.loads(constraint.json) if isinstance(constraint.json, str) else constraint.json
             (check_schema if by_xgrammar else check_least_properties)(schema)
-
-
-def _schemas_of(structural_tag: str) -> list[dict[str, Any]]:
-    with contextlib.suppress(json.JSONDecodeError):
-        return [schema for schema in schemas_of_tag(structural_tag) if isinstance(schema, dict) and schema]
-    return []

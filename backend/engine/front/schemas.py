@@ -5,6 +5,7 @@ keywords beside it that do not belong to it.  What is not known to be kept is na
 `minProperties`.
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -94,19 +95,21 @@ def check_regex(pattern: str) -> None:
         raise ValueError("The regex has a look-around, a group's flag, or an anchor in the middle: xgrammar would ignore it.")
 
 
-def schemas_of_tag(text: str) -> Iterator[Any]:
-    """The JSON schemas in a structural tag."""
-    todo = [json.loads(text)]
+def schemas_of_tag(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON schemas in a structural tag.  What is no JSON is left to vLLM."""
+    todo: list[Any] = []
+    with contextlib.suppress(json.JSONDecodeError):
+        todo.append(json.loads(text))
     while todo:
         part = todo.pop()
         if isinstance(part, list):
             todo += part
         elif isinstance(part, dict):
             for name, value in part.items():
-                if name in ("json_schema", "schema"):
-                    yield value
-                else:
+                if name not in ("json_schema", "schema"):
                     todo.append(value)
+                elif isinstance(value, dict) and value:
+                    yield value
 
 
 def _ignored(root: Any) -> str | None:
