@@ -17,6 +17,7 @@ each request one opening.  A verifier without a drafter shares the drafter with 
 or all verifiers of that drafter together lose more than `min_gain`.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -231,12 +232,8 @@ class Assigning:
 
     def _movable(self, verifier: str, bound_before: float) -> list[str]:
         """The verifier's drafters that may be unbound; those bound in this decision may, since it is not in force yet."""
-        found = []
-        for drafter in sorted(self.of_verifier[verifier]):
-            since = self._since.get((verifier, drafter))
-            if drafter not in self._pins and (since is None or since <= bound_before):
-                found.append(drafter)
-        return found
+        free = [each for each in sorted(self.of_verifier[verifier]) if each not in self._pins]
+        return [each for each in free if self._since.get((verifier, each), -math.inf) <= bound_before]
 
     def _bind(self, verifier: str, drafter: str) -> None:
         self.of_verifier[verifier].add(drafter)

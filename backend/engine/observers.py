@@ -127,8 +127,6 @@ class Accounts(Observer):
 
     def take(self) -> dict[int, list[Account]]:
         """The accounts that gateways have asked for, of requests that have ended since the last call, by gateway."""
-        if not self._ended:
-            return self._ended
         taken, self._ended = self._ended, {}
         return taken
 

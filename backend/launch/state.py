@@ -79,7 +79,7 @@ def running() -> list[FleetFile]:
             fleet = msgspec.json.decode(file.read_bytes(), type=FleetFile)
         except (msgspec.MsgspecError, UnicodeDecodeError, OSError):
             continue
-        if _alive(fleet.pid):
+        if Path(f"/proc/{fleet.pid}").exists():
             found.append(fleet)
         else:
             _bury(fleet)
@@ -101,14 +101,6 @@ def find(name: str | None, port: int | None = None) -> FleetFile:
     if not matching:
         raise StateError(f"no fleet {name!r} runs on this host; there is {known}")
     raise StateError(f"several fleets run on this host, name one by namespace or pid: {known}")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
 
 
 def _bury(fleet: FleetFile) -> None:
