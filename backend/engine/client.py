@@ -112,15 +112,9 @@ class Answer:
 
 def engine_request(request_id: str, prompt: list[int], params: SamplingParams, **fields: Any) -> EngineCoreRequest:
     """vLLM's request for token ids; `fields` are further fields of `EngineCoreRequest`."""
-    values: dict[str, Any] = {
-        "mm_features": None,
-        "pooling_params": None,
-        "arrival_time": time.time(),
-        "lora_request": None,
-        "cache_salt": None,
-        "data_parallel_rank": None,
-    }
-    return EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, **(values | fields))
+    unused = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank"))
+    values = {"prompt_token_ids": prompt, "sampling_params": params, "arrival_time": time.time(), **unused, **fields}
+    return EngineCoreRequest(request_id=request_id, **values)
 
 
 def sampling(max_tokens: int, temperature: float) -> SamplingParams:

@@ -31,20 +31,18 @@ LORA = frozenset({"add_lora", "remove_lora"})
 """Methods that write into memory that the weights give up while they sleep."""
 UTILITIES = LORA | {"is_scheduler_paused", "is_sleeping", "reset_prefix_cache"}
 """Methods of vLLM's engine core that a gateway may call."""
-SWAPPING = frozenset(
-    {
-        "catch_up",
-        "finish_weight_update",
-        "init_weight_transfer_engine",
-        "pause",
-        "reload_weights",
-        "resume",
-        "sleep",
-        "start_weight_update",
-        "update_weights",
-        "wake_up",
-    }
-)
+SWAPPING = {
+    "catch_up",
+    "finish_weight_update",
+    "init_weight_transfer_engine",
+    "pause",
+    "reload_weights",
+    "resume",
+    "sleep",
+    "start_weight_update",
+    "update_weights",
+    "wake_up",
+}
 """Methods of `WeightControl` that a gateway may call; their time is idle time of cause `swap`."""
 
 

@@ -13,35 +13,31 @@ from vllm.sampling_params import SamplingParams
 from backend.config import Settings, environment
 from backend.engine.arguments import common_arguments, other_arguments, remote_speculation
 
-ENGINE_ONLY = frozenset(
-    {
-        "additional_config",
-        "data_parallel_size",
-        "distributed_executor_backend",
-        "enforce_eager",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "kv_transfer_config",
-        "model",
-        "pipeline_parallel_size",
-        "quantization",
-        "scheduler_cls",
-        "speculative_config",
-        "tensor_parallel_size",
-        "worker_cls",
-    }
-)
+ENGINE_ONLY = {
+    "additional_config",
+    "data_parallel_size",
+    "distributed_executor_backend",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "kv_transfer_config",
+    "model",
+    "pipeline_parallel_size",
+    "quantization",
+    "scheduler_cls",
+    "speculative_config",
+    "tensor_parallel_size",
+    "worker_cls",
+}
 """Engine arguments that are useless or harmful without an engine."""
-INTERNAL = frozenset(
-    {
-        "output_kind",
-        "output_text_buffer_length",
-        "routed_experts_prompt_start",
-        "skip_clone",
-        "skip_reading_prefix_cache",
-        "trace_decode_token_ids",
-    }
-)
+INTERNAL = {
+    "output_kind",
+    "output_text_buffer_length",
+    "routed_experts_prompt_start",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+    "trace_decode_token_ids",
+}
 """Sampling parameters that vLLM's front half sets, or hands on to what does not run here."""
 PARAMETERS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams) if field.name[0] != "_") - INTERNAL
 VERIFIERS = "outrider_"

@@ -22,15 +22,8 @@ from jsonschema import (
 )
 from jsonschema.exceptions import best_match
 
-KEYWORDS: frozenset[str] = frozenset(
-    itertools.chain(
-        ("then", "else", "minContains", "maxContains"),
-        *(
-            draft.VALIDATORS
-            for draft in (Draft3Validator, Draft4Validator, Draft7Validator, Draft201909Validator, Draft202012Validator)
-        ),
-    )
-)
+_DRAFTS = (Draft3Validator, Draft4Validator, Draft7Validator, Draft201909Validator, Draft202012Validator)
+KEYWORDS = frozenset[str]({"then", "else", "minContains", "maxContains"}.union(*(each.VALIDATORS for each in _DRAFTS)))
 """All of any draft that restrict a value.  JSON Schema has other names say nothing about it."""
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _LENGTHS = {"minLength", "maxLength"}
