@@ -227,18 +227,14 @@ def read_yaml(file: Path) -> dict[KeyPath, Given]:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
-    if tree is None:
-        return {}
-    result: dict[KeyPath, Given] = {}
-    _flatten(tree, (), file, result)
-    return result
+    return {} if tree is None else dict(_flattened(tree, (), file))
 
 
-def _flatten(tree: Any, path: KeyPath, file: Path, into: dict[KeyPath, Given]) -> None:
+def _flattened(tree: Any, path: KeyPath, file: Path) -> Iterator[tuple[KeyPath, Given]]:
     known = [leaf for leaf, _ in leaves()]
     if path in known:
         origin = f"{file}: {'.'.join(path)}"
-        into[path] = Given(_secret(tree, path, origin) or tree, origin)
+        yield path, Given(_secret(tree, path, origin) or tree, origin)
         return
     if not isinstance(tree, dict):
         where = f"{file}: {'.'.join(path)}" if path else str(file)
@@ -248,7 +244,7 @@ def _flatten(tree: Any, path: KeyPath, file: Path, into: dict[KeyPath, Given]) -
         if not any(leaf[: len(inner)] == inner for leaf in known):
             names = {".".join(leaf[:depth]) for leaf in known for depth in (1, 2)}
             raise ConfigError(f"{file}: unknown key {'.'.join(inner)}{nearest('.'.join(inner), sorted(names))}")
-        _flatten(value, inner, file, into)
+        yield from _flattened(value, inner, file)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
