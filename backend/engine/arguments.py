@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from backend.config import Settings
 from backend.config.settings import MAX_NUM_BATCHED_TOKENS, VerifierSettings
-from backend.engine.parsers import reasoning_parser
+from backend.engine.parsers import REASONING, parser_of
 from backend.models.head_config import read_config, text_config
 from backend.models.resolve import DEMO
 
@@ -52,7 +52,7 @@ def common_arguments(settings: Settings, model_dir: str) -> dict[str, Any]:
         "language_model_only": True,
         "max_num_seqs": verifier.max_num_seqs,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "reasoning_parser": reasoning_parser(verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",
+        "reasoning_parser": parser_of(REASONING, verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",
         _STRUCTURED: _structured_outputs(settings, model_dir),
         **_adapter_arguments(verifier),
     }

@@ -64,6 +64,7 @@ TOOLS: tuple[Row, ...] = (
     ("longcat*", "", "longcat"),
     ("mimo*", "<tool_call>", "mimo"),
     ("*", "<tool_call>", "hermes"),
+    ("*", "", ANY_MODEL),
 )
 
 REASONING: tuple[Row, ...] = (
@@ -85,24 +86,16 @@ REASONING: tuple[Row, ...] = (
 )
 
 
-def tool_parser(name: str, model_dir: str, chat_template: str | None = None) -> str | None:
-    """The name of the tool call parser, or None; `name` is a name, `auto` or `none`."""
+def parser_of(table: Iterable[Row], name: str, model_dir: str, chat_template: str | None = None) -> str | None:
+    """The name of the model's parser in `TOOLS` or `REASONING`; None: it has none.
+
+    `name` is the setting: a name, `auto` or `none`.
+    """
     if name != AUTO:
         return None if name == NO_PARSER else name
-    return _first(TOOLS, model_dir, chat_template) or ANY_MODEL
-
-
-def reasoning_parser(name: str, model_dir: str, chat_template: str | None = None) -> str | None:
-    """The name of the reasoning parser; None for a model without reasoning text.  `name` is a name, `auto` or `none`."""
-    if name != AUTO:
-        return None if name == NO_PARSER else name
-    return _first(REASONING, model_dir, chat_template)
-
-
-def _first(rows: Iterable[Row], model_dir: str, chat_template: str | None) -> str | None:
     model_type = str(text_config(read_config(model_dir)).get("model_type", ""))
     template = _given(chat_template) if chat_template else template_of(model_dir)
-    fitting = (row for row in rows if any(fnmatchcase(model_type, each) for each in row[0].split("|")))
+    fitting = (row for row in table if any(fnmatchcase(model_type, each) for each in row[0].split("|")))
     return next((name for _, mark, name in fitting if mark in template), None)
 
 

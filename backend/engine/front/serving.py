@@ -42,7 +42,7 @@ from backend.engine.front.messages import Messages
 from backend.engine.front.pooling import PoolingServing
 from backend.engine.front.reading import ReadsChats, read_contexts, reading
 from backend.engine.front.stream import Form, PlainStream, RaisesErrors, streamed
-from backend.engine.parsers import tool_parser
+from backend.engine.parsers import TOOLS, parser_of
 
 
 class _NoTracebackForTheExpected(logging.Filter):
@@ -284,7 +284,7 @@ def build_services(
             vllm_logger.addFilter(_NoTracebackForTheExpected(expected))
     template = load_chat_template(settings.gateway.chat_template)
     model_dir = client.model_config.model
-    tools = tool_parser(settings.gateway.tool_call_parser, model_dir, settings.gateway.chat_template)
+    tools = parser_of(TOOLS, settings.gateway.tool_call_parser, model_dir, settings.gateway.chat_template)
     adapters = [LoRAModulePath(name, path) for name, path in settings.verifier.adapters.items()]
     # Clients see `model_path` as a model's `root`.  It must not reveal the directory that holds the model.
     names = [BaseModelPath(name=name, model_path=served_names[0]) for name in served_names]

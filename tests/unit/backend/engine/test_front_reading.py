@@ -18,7 +18,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 import backend.engine.front.any_model  # noqa: F401  (registers its parser)
 from backend.engine.front import reading as front
 from backend.engine.front.schemas import check_schema
-from backend.engine.parsers import ANY_MODEL, REASONING, TOOLS, reasoning_parser, tool_parser
+from backend.engine.parsers import ANY_MODEL, REASONING, TOOLS, parser_of
 from tests.support.properties import examples
 from tests.unit.backend.engine.tool_answers import ANSWERS, harmony, tokenizer
 
@@ -249,29 +249,29 @@ def model(tmp_path):
 )
 def test_by_family(model, model_type, template, tools, reasoning):
     folder = model(model_type, template)
-    assert tool_parser("auto", folder) == tools
-    assert reasoning_parser("auto", folder) == reasoning
+    assert parser_of(TOOLS, "auto", folder) == tools
+    assert parser_of(REASONING, "auto", folder) == reasoning
 
 
 def test_what_is_asked_for_wins(model):
     folder = model("qwen2", TEMPLATE)
-    assert tool_parser("xlam", folder) == "xlam"
-    assert tool_parser("none", folder) is None
-    assert reasoning_parser("qwen3", folder) == "qwen3"
+    assert parser_of(TOOLS, "xlam", folder) == "xlam"
+    assert parser_of(TOOLS, "none", folder) is None
+    assert parser_of(REASONING, "qwen3", folder) == "qwen3"
 
 
 def test_templates_in_lists_and_files_count_and_one_that_is_given_stands_for_them(model, tmp_path):
     folder = model("llama", [{"name": "tool_use", "template": TEMPLATE}])
-    assert tool_parser("auto", folder) == "hermes"
+    assert parser_of(TOOLS, "auto", folder) == "hermes"
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_text("<|python_tag|>")
-    assert tool_parser("auto", folder) == "llama3_json"
+    assert parser_of(TOOLS, "auto", folder) == "llama3_json"
     (tmp_path / "other.jinja2").write_text(TEMPLATE)
     for template in (TEMPLATE, str(tmp_path / "other.jinja2")):
-        assert tool_parser("auto", folder, template) == "hermes"
+        assert parser_of(TOOLS, "auto", folder, template) == "hermes"
 
 
 def test_vllm_has_every_parser_of_the_tables():
-    assert {name for _, _, name in TOOLS} <= ToolParserManager.lazy_parsers.keys()
+    assert {name for _, _, name in TOOLS} - {ANY_MODEL} <= ToolParserManager.lazy_parsers.keys()
     assert {name for _, _, name in REASONING} <= ReasoningParserManager.lazy_parsers.keys()
     assert ANY_MODEL in ToolParserManager.tool_parsers
