@@ -14,7 +14,7 @@ from backend.engine.front import (
     CompletionResponse,
     VLLMValidationError,
 )
-from backend.engine.front.client import offer_plain
+from backend.engine.front.client import submissions
 from backend.engine.front.deferred import Deferred
 from backend.engine.front.stream import PlainStream
 from gateway.admission.admit import admit
@@ -88,7 +88,7 @@ async def respond(
     `shown` makes the JSON of vLLM's answer.
     """
     if dialect is CHAT and speculation is None:
-        offer_plain()
+        submissions.set([])
     answer = await generate(gateway, request, body, create, speculation)
     if isinstance(answer, AsyncGenerator):
         answer = Generated(answer, changes if speculation is None else [*changes, speculation.add_to_chunk])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from unittest.mock import Mock
 
 import pytest
 from openai.types import CompletionUsage
@@ -141,7 +142,7 @@ async def test_what_vllm_would_say(running, path, body, matrix, plain, monkeypat
             processor = running.server.gateway.client.output_processor
             assert not processor.parent_requests, name
             assert not processor.external_req_ids, name
-            patch.setattr(generate, "offer_plain", lambda: None)
+            patch.setattr(generate, "submissions", Mock())
             theirs = await events(running, path, body | fields, script)
             assert len(plain) == 1, name
         assert ours == theirs, name

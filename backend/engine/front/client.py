@@ -81,17 +81,8 @@ CoreT = TypeVar("CoreT", bound=Core)
 Submit = Callable[[], Awaitable[RequestOutputCollector]]
 """Submits one prompt; the collector it returns has the request's id."""
 
-_submissions: ContextVar[list[Submit] | None] = ContextVar("submissions", default=None)
-
-
-def offer_plain() -> None:
-    """Allows vLLM's serving classes to answer this task with a `PlainStream`."""
-    _submissions.set([])
-
-
-def submissions() -> list[Submit] | None:
-    """The submissions of this task's request, one per prompt; None without `offer_plain`."""
-    return _submissions.get()
+submissions: ContextVar[list[Submit] | None] = ContextVar("submissions", default=None)
+"""Those of this task's request, one per prompt.  A list here allows vLLM's serving classes to answer with a `PlainStream`."""
 
 
 class Outputs(OutputProcessor):
@@ -201,8 +192,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """vLLM's method of the same name.  It submits when an output is first asked for; a plain stream submits by itself."""
-        waiting = submissions()
-        if waiting is not None:
+        if (waiting := submissions.get()) is not None:
             waiting.append(partial(self.add_request, request_id, prompt, sampling_params, **options))
         outputs: AsyncGenerator[Any, None] = super().generate(prompt, sampling_params, request_id, **options)
         return outputs

@@ -114,13 +114,13 @@ class ChatOfMany(ChatLogprobs, ReadsChats, OpenAIServingChatBatch):
 
 
 class ServingChat(RaisesErrors, ChatLogprobs, ReadsChats, OpenAIServingChat):
-    """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
+    """vLLM's chat completions, with a `PlainStream` where one is allowed (`client.submissions`) and suffices."""
 
     def chat_completion_stream_generator(
         self, request: ChatCompletionRequest, result_generator: Any, request_id: str, model_name: str, *args: Any, **kwargs: Any
     ) -> PlainStream | AsyncGenerator[str, None]:
         """vLLM's stream, or a plain one."""
-        submit = submissions()
+        submit = submissions.get()
         if submit is None or not is_plain(self, request):
             stream: AsyncGenerator[str, None] = super().chat_completion_stream_generator(
                 request, result_generator, request_id, model_name, *args, **kwargs
@@ -141,7 +141,7 @@ class ServingChat(RaisesErrors, ChatLogprobs, ReadsChats, OpenAIServingChat):
 
 
 class ServingCompletion(RaisesErrors, OpenAIServingCompletion):
-    """vLLM's completions, with a `PlainStream` where one was offered and suffices."""
+    """vLLM's completions, with a `PlainStream` where one is allowed and suffices."""
 
     def request_output_to_completion_response(self, outputs: Any, request: Any, *args: Any) -> Any:
         """vLLM's answer, or a `Deferred` that will make it."""
@@ -160,7 +160,7 @@ class ServingCompletion(RaisesErrors, OpenAIServingCompletion):
         **kwargs: Any,
     ) -> PlainStream | AsyncGenerator[str, None]:
         """vLLM's stream, or a plain one."""
-        submit = submissions()
+        submit = submissions.get()
         if submit is None or len(submit) > 1 or not is_plain(self, request):
             if request.echo:
                 result_generator = repeat_prompt_logprobs(result_generator)
