@@ -2,8 +2,8 @@
 
 A `Next` and the `Round` that makes its request `base_len` long travel on two sockets, so either may come first.  An item is
 *held* until its request has that length.  Then it is *due*: for a fresh draft or, if it names a draft under verification, for
-the enumeration of its outcomes.  It is dropped when a newer one for its request comes.  Its answer is empty if the request has
-grown beyond it, or nothing can be drafted for it: the verifier may wait for one.
+the enumeration of its outcomes.  It is dropped when a newer one for its request comes, and a fresh draft without outcomes when
+the request has grown beyond it.  The answer is empty if nothing can be drafted: the verifier may wait for one.
 """
 
 from collections.abc import Sequence

@@ -123,7 +123,7 @@ class DrafterService:
         `retargeted`: it is the present head, with new tensors of the target.  Returns what tells the verifiers' sockets.
         """
         # The `drafts` socket would not learn of it otherwise while all questions come with rounds.
-        told = [(identity, wire.encode(wire.Refused(wire.HELLO_FIRST))) for identity in self._peers]
+        refusals = [(identity, wire.encode(wire.Refused(wire.HELLO_FIRST))) for identity in self._peers]
         for session in self._sessions.values():
             self._end(session)
             if self._lessons is None and not retargeted:
@@ -136,7 +136,7 @@ class DrafterService:
         elif self._lessons is not None:
             self._lessons.watch.exchanged()
         self.proposer = proposer
-        return told
+        return refusals
 
     def sweep(self) -> None:
         """Forgets requests without a message for the configured time."""

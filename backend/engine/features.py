@@ -176,8 +176,9 @@ class FeatureShipper:
                 else:
                     last.append(piece)
         # `Open` begins a request anew.  A `Close` before it would also end what is asked of the drafter in these rounds.
-        opened = {piece.item.request_id for each in (*rounds, last) for piece in each if isinstance(piece.item, Open)}
-        link.closed = [each for each in link.closed if each.request_id not in opened]
+        if link.closed:
+            opened = {piece.item.request_id for each in (*rounds, last) for piece in each if isinstance(piece.item, Open)}
+            link.closed = [each for each in link.closed if each.request_id not in opened]
         for each in (*rounds, last) if last or link.closed else ():
             size = link.send(each, row_format, self._next(link, last) if each is last else None)
             if size is None:

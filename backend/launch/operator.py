@@ -85,13 +85,13 @@ class Operator:
         try:
             note = steps[operation.kind](operation)
         except LaunchError as error:
-            self._end("failed", str(error))
+            self._close_operation("failed", str(error))
         except (ray.exceptions.RayError, ValueError) as error:
             # One failed operation must not end the operator.
             logger.exception("operation %d (%s) failed", operation.id, operation.kind)
-            self._end("failed", cause(error))
+            self._close_operation("failed", cause(error))
         else:
-            self._end("done", note)
+            self._close_operation("done", note)
 
     # The operations; each returns the note that is printed at its end.
 
@@ -227,7 +227,7 @@ class Operator:
         with contextlib.suppress(CoordinatorUnavailable):
             self._coordinator.progress(self._reported)
 
-    def _end(self, state: OperationState, note: str) -> None:
+    def _close_operation(self, state: OperationState, note: str) -> None:
         self._say(note if state == "done" else f"{self._reported.kind}: {note}")
         ended = msgspec.structs.replace(self._reported, state=state, note=note)
         self._patiently(lambda: self._coordinator.progress(ended))

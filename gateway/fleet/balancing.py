@@ -55,7 +55,7 @@ def _loads(links: Sequence[VerifierLink], slots: int) -> list[BalancingLoad]:
     """
     known = [(link, link.stats) for link in links if link.stats is not None]
     usual = mean_speed([stats.speed for _, stats in known if stats.speed is not None])
-    prefill = _prefill([stats for _, stats in known])
+    prefill = _prefill_speed([stats for _, stats in known])
     if usual is None or prefill is None:
         return []
     return [
@@ -63,7 +63,7 @@ def _loads(links: Sequence[VerifierLink], slots: int) -> list[BalancingLoad]:
             id=link.member.id,
             requests=stats.running + stats.waiting,
             speed=stats.speed or usual,
-            prefill_tokens_per_s=_prefill([stats]) or prefill,
+            prefill_tokens_per_s=_prefill_speed([stats]) or prefill,
             slots=slots,
             free_tokens=int(
                 (1 - stats.kv_usage) * (link.welcome.num_kv_blocks * link.welcome.block_size if link.welcome else 0)
@@ -74,7 +74,7 @@ def _loads(links: Sequence[VerifierLink], slots: int) -> list[BalancingLoad]:
     ]
 
 
-def _prefill(stats: Sequence[VerifierStats]) -> float | None:
+def _prefill_speed(stats: Sequence[VerifierStats]) -> float | None:
     """Prompt tokens computed per second, over all of these verifiers; None before the first."""
     tokens, seconds = sum(each.prefill_tokens for each in stats), sum(each.prefill_s for each in stats)
     return tokens / seconds if tokens and seconds > 0 else None

@@ -48,7 +48,7 @@ def check_source(scope: Scope, settings: GatewaySettings, *, has_key: bool) -> N
         raise Forbidden("Without an API key this gateway serves no web pages but those of `gateway.cors_origins`.")
 
 
-async def parts_of(
+async def body_parts(
     request: Request, most: int, too_large: Callable[[], PayloadTooLarge]
 ) -> AsyncGenerator[tuple[bytes, bool], None]:
     """A body's parts as they come, each with whether more are to come.
@@ -80,7 +80,7 @@ async def read_body(request: Request, most: int) -> None:
 
     Until it is there, no quota or slot is held for it.
 
-    Raises what `parts_of` does, or `TooManyRequests`.
+    Raises what `body_parts` does, or `TooManyRequests`.
     """
     gateway, body = request.app.state.gateway, bytearray()
 
@@ -88,7 +88,7 @@ async def read_body(request: Request, most: int) -> None:
         return PayloadTooLarge(f"The request body is larger than {most} bytes.")
 
     try:
-        async for part, more in parts_of(request, most, too_large):
+        async for part, more in body_parts(request, most, too_large):
             body += part
             gateway.arriving_bytes += len(part)
             if more and gateway.arriving_bytes > MAX_ARRIVING_BYTES:

@@ -128,7 +128,7 @@ def _take_request_id(scope: Scope) -> None:
     scope["state"]["unnamed"] = not _REQUEST_ID.fullmatch(given)
     scope["state"]["request_id"] = given
     if scope["state"]["unnamed"]:
-        _name(scope, uuid.uuid4().hex)
+        _set_request_id(scope, uuid.uuid4().hex)
 
 
 def take_name(request: Request, name: Any) -> None:
@@ -136,12 +136,12 @@ def take_name(request: Request, name: Any) -> None:
     if not isinstance(name, str) or not _REQUEST_ID.fullmatch(name):
         raise BadRequest("`request_id` must be 1 to 128 printable ASCII characters without blanks.", param="request_id")
     if request.scope["state"].get("unnamed"):
-        _name(request.scope, name)
+        _set_request_id(request.scope, name)
         # vLLM asks the request, which keeps headers that it has read.
         request._headers = Headers(scope=request.scope)
 
 
-def _name(scope: Scope, name: str) -> None:
+def _set_request_id(scope: Scope, name: str) -> None:
     others = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
     scope["headers"] = [*others, (b"x-request-id", name.encode())]
     scope["state"]["request_id"] = name

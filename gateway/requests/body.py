@@ -153,7 +153,7 @@ def _wrong_field(model: type[pydantic.BaseModel], kept: dict[str, Any]) -> str |
     return None
 
 
-def read_object(model: type[ModelT], value: Any, name: str) -> ModelT | None:
+def read_field(model: type[ModelT], value: Any, name: str) -> ModelT | None:
     """The request's field `name` as a `model`; None without it.  Raises `ApiError`, which names it and the inner field."""
     try:
         return None if value is None else model.model_validate(value)

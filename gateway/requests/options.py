@@ -11,7 +11,7 @@ from backend.config import Settings
 from backend.wire.engine import RequestOptions
 from gateway.fleet.statistics import SpeculationOptions
 from gateway.http.errors import BadRequest
-from gateway.requests.body import Body, header_flag, read_object
+from gateway.requests.body import Body, header_flag, read_field
 from gateway.state import Gateway
 
 STATS_HEADER = "x-outrider-stats"
@@ -63,11 +63,11 @@ async def read_options(gateway: Gateway, request: Request, data: Mapping[str, An
 
     Raises `BadRequest` naming the field.
     """
-    options = read_object(Options, data.get("outrider"), "outrider") or Options()
+    options = read_field(Options, data.get("outrider"), "outrider") or Options()
     _check(options, gateway.settings)
     by_header = header_flag(request, STATS_HEADER)
     stats = bool(by_header if options.stats is None else options.stats)
-    predicted = read_object(Prediction, data.get("prediction"), "prediction")
+    predicted = read_field(Prediction, data.get("prediction"), "prediction")
     prediction = await _tokens(gateway, predicted.text) if predicted and predicted.text else []
     account = stats or bool(prediction)
     mode, longest, learn = options.mode or "auto", options.num_speculative_tokens, options.learn is not False

@@ -12,9 +12,9 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from gateway.auth.rights import Right
 from gateway.http.errors import BadRequest, PayloadTooLarge, TooManyRequests, UnsupportedMedia
-from gateway.http.guard import parts_of
+from gateway.http.guard import body_parts
 from gateway.http.openapi import DELETED, LIST, UPLOAD, described
-from gateway.requests.body import Body, media_type, read_object
+from gateway.requests.body import Body, media_type, read_field
 from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
 from gateway.storage.batches.store import FILE_LIFETIME_S
@@ -49,7 +49,7 @@ async def upload_file(request: Request) -> Response:
 
     async def counted() -> AsyncGenerator[bytes, None]:
         nonlocal size
-        async for part, _ in parts_of(request, MAX_FILE_BYTES + FORM_BYTES, _too_large):
+        async for part, _ in body_parts(request, MAX_FILE_BYTES + FORM_BYTES, _too_large):
             size += len(part)
             gateway.uploading_bytes += len(part)
             if gateway.uploading_bytes > MAX_UPLOADING_BYTES:
@@ -118,7 +118,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
 
 def lifetime_of(after: Any, param: str) -> float:
     """Seconds that a file is kept, by the `expires_after` object in the field `param`.  Raises `BadRequest`."""
-    read = read_object(ExpiresAfter, after, param)
+    read = read_field(ExpiresAfter, after, param)
     return FILE_LIFETIME_S if read is None else read.seconds
 
 
